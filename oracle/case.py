@@ -1,0 +1,206 @@
+"""A case: what to compute. Small enough to paste into a bug report, and JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+POOLINGS = ("last", "mean")
+SIDES = ("right", "left")
+
+
+class CaseError(ValueError):
+    """A case that means nothing; names the group, sequence or option at fault."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """An anchor, its positive and any number of negatives, each a non-empty tuple of token ids.
+
+    label: the positive's entry in the batch's labels; not zero, since zero marks a negative.
+    """
+
+    anchor: tuple[int, ...]
+    positive: tuple[int, ...]
+    negatives: tuple[tuple[int, ...], ...] = ()
+    label: float = 1.0
+
+    @property
+    def sequences(self) -> list[tuple[int, ...]]:
+        """Anchor, positive, negatives: the order of a training row."""
+        return [self.anchor, self.positive, *self.negatives]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How embeddings and loss are made of hidden states.
+
+    temperature: divides the similarities. use_batch: the other groups' documents are negatives too.
+    pooling: "last" (the last real token, by length) or "mean" (over real tokens); L2-normalised after.
+    """
+
+    temperature: float = 0.1
+    use_batch: bool = True
+    pooling: str = "last"
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise CaseError(f"temperature must be positive, found {self.temperature}")
+        if self.pooling not in POOLINGS:
+            raise CaseError(f"pooling must be one of {', '.join(POOLINGS)}, found {self.pooling!r}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Padded rows. side: where the pads go. extra: columns beyond the longest sequence.
+
+    junk: 0 fills the pads with the pad id, anything else with ids drawn from that seed.
+    """
+
+    side: str = "right"
+    extra: int = 0
+    junk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.side not in SIDES:
+            raise CaseError(f"side must be right or left, found {self.side!r}")
+        if self.extra < 0:
+            raise CaseError(f"extra columns cannot be negative, found {self.extra}")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A packed stream. order: sequence indices as they stand in the stream (None: as given).
+
+    tail: slots (position id -1) at the end until the whole divides by it (Ulysses).
+    each: slots after every sequence until it divides by it (ring). junk: as in ``Rows``, for the slots.
+    """
+
+    order: tuple[int, ...] | None = None
+    tail: int = 1
+    each: int = 1
+    junk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tail < 1 or self.each < 1:
+            raise CaseError(f"multiples must be at least 1, found tail {self.tail} and each {self.each}")
+
+    def arranged(self, count: int) -> tuple[int, ...]:
+        """The order as a permutation of range(count)."""
+        order = tuple(range(count)) if self.order is None else self.order
+        if sorted(order) != list(range(count)):
+            raise CaseError(f"order {order} is not a permutation of {count} sequences")
+        return order
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups, how they are laid out both ways, the options, and the model by name and seed."""
+
+    groups: tuple[Group, ...]
+    rows: Rows = field(default_factory=Rows)
+    stream: Stream = field(default_factory=Stream)
+    options: Options = field(default_factory=Options)
+    model: str = "qwen3"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise CaseError("a case needs at least one group")
+        for g, group in enumerate(self.groups):
+            if group.label == 0:
+                raise CaseError(f"group {g}: label 0 marks a negative, a positive's label must not be 0")
+            for name, ids in zip(_names(group), group.sequences, strict=True):
+                if not ids:
+                    raise CaseError(f"group {g}: its {name} is empty; an empty sequence has no embedding")
+                if min(ids) < 0:
+                    raise CaseError(f"group {g}: its {name} holds the token id {min(ids)}")
+        self.stream.arranged(len(self.sequences))
+
+    @property
+    def sequences(self) -> list[tuple[int, ...]]:
+        """All sequences in row order: group after group, anchor, positive, negatives."""
+        return [ids for group in self.groups for ids in group.sequences]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Token counts in row order."""
+        return [len(ids) for ids in self.sequences]
+
+    @property
+    def labels(self) -> list[float]:
+        """One entry for each positive and negative, none for an anchor: [label, 0.0, ...] a group."""
+        return [x for group in self.groups for x in (group.label, *[0.0] * len(group.negatives))]
+
+    def to_json(self) -> str:
+        """One line of JSON that ``from_json`` reads back to an equal case."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Raises CaseError with what is missing or unknown."""
+        try:
+            raw = json.loads(text)
+            return cls(
+                groups=tuple(_group(g) for g in raw["groups"]),
+                rows=Rows(**raw.get("rows", {})),
+                stream=Stream(**_tuples(raw.get("stream", {}), "order")),
+                options=Options(**raw.get("options", {})),
+                model=raw.get("model", cls.model),
+                seed=raw.get("seed", cls.seed),
+            )
+        except json.JSONDecodeError as error:
+            raise CaseError(f"not JSON: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CaseError(f"not a case: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Case:
+        """The case in a file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def from_lengths(groups: Sequence[Sequence[int]], vocabulary: int = 128, **rest: Any) -> Case:
+    """A case from lengths alone, [anchor, positive, negatives...] a group; neighbouring tokens differ."""
+    count = sum(sum(lengths) for lengths in groups)
+    ids = iter(distinct_ids(count, vocabulary))
+    take = [[tuple(next(ids) for _ in range(length)) for length in lengths] for lengths in groups]
+    for g, sequences in enumerate(take):
+        if len(sequences) < 2:
+            raise CaseError(f"group {g} has {len(sequences)} sequences; it needs an anchor and a positive")
+    return Case(tuple(Group(s[0], s[1], tuple(s[2:])) for s in take), **rest)
+
+
+def distinct_ids(count: int, vocabulary: int, first: int = 3) -> list[int]:
+    """Token ids in which neighbours differ and each residue comes round before it repeats.
+
+    Equal tokens hide faults. Ids below ``first`` (pad, end, unknown) are left out.
+    """
+    span = vocabulary - first
+    stride = next(s for s in range(int(span * 0.618), span) if _coprime(s, span))
+    return [first + (i * stride) % span for i in range(1, count + 1)]
+
+
+def _coprime(a: int, b: int) -> bool:
+    while b:
+        a, b = b, a % b
+    return a == 1
+
+
+def _names(group: Group) -> list[str]:
+    return ["anchor", "positive", *(f"negative {i}" for i in range(len(group.negatives)))]
+
+
+def _group(raw: dict[str, Any]) -> Group:
+    unknown = set(raw) - {"anchor", "positive", "negatives", "label"}
+    if unknown:
+        raise CaseError(f"not a case: unknown group fields {sorted(unknown)}")
+    negatives = tuple(tuple(n) for n in raw.get("negatives", ()))
+    return Group(tuple(raw["anchor"]), tuple(raw["positive"]), negatives, raw.get("label", 1.0))
+
+
+def _tuples(raw: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: tuple(v) if k in names and v is not None else v for k, v in raw.items()}

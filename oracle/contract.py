@@ -1,0 +1,76 @@
+"""What the suite can drive: the surfaces an implementation may offer, each of them optional."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oracle.case import Case, Options, Stream
+
+SURFACES = ("boundaries", "encode", "loss", "step")
+
+
+class Implementation(Protocol):
+    """Structural: nobody need import this. A surface that is absent is reported as not offered.
+
+    Also read, where present: ``name``, ``__version__``, and ``backends()`` -> the attention back ends
+    that really ran.
+    """
+
+    def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
+        """Lengths of the sequences in a stream; raises where they cannot be known.
+
+        position_ids: int64 [T], 0, 1, 2, ... in every sequence, -1 in slots. Or cu_seqlens: int32
+        [n + 1]. Slots may follow a sequence, or the last one.
+        """
+        ...
+
+    def encode(
+        self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Stream, pooling: str = "last"
+    ) -> Tensor:
+        """L2-normalised embeddings [n, d], in the sequences' order, whatever the layout's; differentiable."""
+        ...
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Options) -> Tensor:
+        """InfoNCE, a scalar; raises where labels and rows do not fit."""
+        ...
+
+    def step(self, model: PreTrainedModel, case: Case) -> Any:
+        """Forward, loss and backward: an object with ``embeddings`` [n, d], ``loss``, ``gradients`` by
+        parameter name and, if it likes, ``input_gradients``, one [length, d] a sequence."""
+        ...
+
+
+class ImplementationError(Exception):
+    """An implementation that cannot be loaded, or offers no surface at all."""
+
+
+def load(name: str) -> Any:
+    """The implementation ``package.module:Object``; a class is instantiated without arguments."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ImplementationError(f"{name!r} does not read package.module:Object")
+    try:
+        found = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        instance: Any = found() if inspect.isclass(found) else found
+    except ModuleNotFoundError as error:
+        raise ImplementationError(f"cannot import {module_name}: {error}") from error
+    except AttributeError as error:
+        raise ImplementationError(f"{module_name} has no {attribute}: {error}") from error
+    except Exception as error:
+        raise ImplementationError(f"{name} could not be loaded: {type(error).__name__}: {error}") from error
+    if not any(offers(instance, surface) for surface in SURFACES):
+        raise ImplementationError(f"{name} is not an implementation: it has none of {', '.join(SURFACES)}")
+    return instance
+
+
+def offers(implementation: Any, surface: str) -> bool:
+    """Whether the implementation has the surface."""
+    return callable(getattr(implementation, surface, None))

@@ -1,0 +1,370 @@
+"""``with exact():`` any PyTorch code inside computes sums that do not depend on their order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oracle.exact.grid import Arithmetic, Grid, PrecisionError, UnknownOperatorError, Usage
+from oracle.exact.rules import PASSES, RULES
+from oracle.exact.rules.attention import scaled_dot_product_attention
+from oracle.exact.rules.table import Rule
+
+LOW_PRECISION = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+Handler = Callable[..., Any]
+
+
+class _State(threading.local):
+    """Whether this thread is inside a rule: what a rule calls is computed as it stands."""
+
+    inside_rule = False
+
+
+_state = _State()
+
+
+class exact:
+    """A context in which float64 sums are exact, forward and backward, on unmodified code.
+
+    Operands of sums of products are rounded to multiples of 2^-operand, addends to 2^-(2 operand),
+    transcendental functions correctly rounded to 2^-curve; down-casts stay in float64; fused kernels are
+    computed by definition. Two computations that are the same mathematics, padded or packed, in any
+    order, then agree in every bit. ``loss.backward()`` runs on the loss times 2^loss_scale and hands
+    each leaf its gradient divided by it again. Nests, may be entered again, and restores everything.
+
+    Args:
+        operand, curve, loss_scale: fractional bits, see ``Grid``.
+
+    Raises (inside the block):
+        BudgetError: a reduction could need more than 53 bits.
+        UnknownOperatorError: an operator without a rule that may reduce or round.
+        PrecisionError: a parameter in float32 or lower, or a write into such a tensor.
+
+    Example:
+        >>> with exact():
+        ...     padded, packed = model(rows), model(stream)
+    """
+
+    def __init__(self, operand: int = Grid.operand, curve: int = Grid.curve, loss_scale: int = Grid.loss_scale):
+        self.grid = Grid(operand, curve, loss_scale)
+        self._usage: dict[object, Usage] = {}
+        self._entered = threading.local()
+
+    def __enter__(self) -> exact:
+        modes = (_Functions(self.grid), _Operators(Arithmetic(self.grid, self._usage)))
+        for mode in modes:
+            mode.__enter__()
+        self._stack().append(modes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for mode in reversed(self._stack().pop()):
+            mode.__exit__(kind, error, trace)
+
+    def _stack(self) -> list[tuple[_Functions, _Operators]]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        return self._entered.stack
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """Operator name -> its reductions so far and the most bits that one could have needed."""
+        return {str(operator): usage for operator, usage in self._usage.items()}
+
+    @property
+    def bits(self) -> float:
+        """The most bits that any reduction so far could have needed; at most 53, or it had raised."""
+        return max((u.bits for u in self._usage.values()), default=0.0)
+
+    @property
+    def reductions(self) -> int:
+        """How many reductions were computed so far."""
+        return sum(u.reductions for u in self._usage.values())
+
+
+class _Operators(TorchDispatchMode):
+    """Sees every operator below autograd, forward and backward, and computes it by its rule."""
+
+    def __init__(self, arithmetic: Arithmetic):
+        super().__init__()
+        self.arithmetic = arithmetic
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it would add costs more than most operators here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            handler = _HANDLERS[func] = _handler(func)
+        if handler is _pass_view or _state.inside_rule:
+            return func(*args, **kwargs)
+        _state.inside_rule = True
+        outer, self.arithmetic.operator = self.arithmetic.operator, func
+        try:
+            return handler(self.arithmetic, func, args, kwargs)
+        finally:
+            _state.inside_rule = False
+            self.arithmetic.operator = outer
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what must be caught above autograd: the choice of an attention kernel, and ``backward``."""
+
+    def __init__(self, grid: Grid):
+        super().__init__()
+        self.factor = 2.0**grid.loss_scale
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _COMPOSED:
+            return _COMPOSED[func](*args, **kwargs)
+        if func is torch.Tensor.backward:
+            return _scaled_backward(self.factor, *args, **kwargs)
+        if func is torch.autograd.grad:
+            return _scaled_grad(self.factor, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with vectors as matrices of one row or column: torch's gradient of a product with a vector
+    multiplies element by element, which rounds otherwise than the gradient of a matrix product."""
+    rows = a.unsqueeze(0) if a.dim() == 1 else a
+    columns = b.unsqueeze(1) if b.dim() == 1 else b
+    result = torch.matmul(rows, columns)
+    result = result.squeeze(-1) if b.dim() == 1 else result
+    return result.squeeze(-1 if b.dim() == 1 else -2) if a.dim() == 1 else result
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a.unsqueeze(1), b.unsqueeze(0))
+
+
+# Functions of torch's public interface that are composed of other operators, above autograd.
+_COMPOSED: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.scaled_dot_product_attention: scaled_dot_product_attention,
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product),
+    **dict.fromkeys((torch.mv, torch.Tensor.mv, torch.dot, torch.Tensor.dot), _product),
+    torch.Tensor.__rmatmul__: lambda b, a: _product(a, b),
+    **dict.fromkeys((torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger), _outer),
+}
+
+
+# --- operators --------------------------------------------------------------------------------------
+
+
+def _handler(func: Any) -> Handler:
+    """How to compute an operator; chosen once for each."""
+    if not isinstance(func, OpOverload):
+        return _refuse  # a higher-order operator: a whole program that cannot be seen into
+    name, overload = func._schema.name, func._overloadname
+    rule = RULES.get(f"{name}.{overload}") or RULES.get(name)
+    if rule is not None:
+        return _out_of_place(rule) if any(a.is_out for a in func._schema.arguments) else _ruled(rule)
+    if name in {"aten::_to_copy", "aten::to"}:
+        return _to_copy
+    base = name.removesuffix("_")
+    if base != name:  # in place
+        rule = RULES.get(f"{base}.{overload}") or RULES.get(base)
+        if rule is not None:
+            return _in_place(rule)
+        if base in PASSES or name == "aten::copy_":
+            return _pass_in_place
+    if func.is_view or func.namespace == "prim":
+        return _pass_view
+    return _pass if name in PASSES else _refuse_floats
+
+
+def _ruled(rule: Rule) -> Handler:
+    def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = rule.compute(exact, *_promoted(exact, args), **kwargs)
+        if rule.on_grid:
+            return result
+        return tuple(_levelled(exact, r) for r in result) if isinstance(result, tuple) else _levelled(exact, result)
+
+    return handle
+
+
+def _levelled(exact: Arithmetic, result: Any) -> Any:
+    on_grid = not isinstance(result, Tensor) or not result.is_floating_point()
+    return result if on_grid else exact.level(result)
+
+
+def _in_place(rule: Rule) -> Handler:
+    compute = _ruled(rule)
+
+    def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_low_target(exact, args[0])
+        return args[0].copy_(compute(exact, func, args, kwargs))
+
+    return handle
+
+
+def _out_of_place(rule: Rule) -> Handler:
+    compute = _ruled(rule)
+
+    def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = kwargs.pop("out")
+        _refuse_low_target(exact, target)
+        result = compute(exact, func, args, kwargs)
+        return target.resize_(result.shape).copy_(result)
+
+    return handle
+
+
+def _pass_view(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _pass(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*_promoted(exact, args), **kwargs)
+    # What is created in a lower precision lives in float64 from the start.
+    return result.double() if isinstance(result, Tensor) and result.dtype in LOW_PRECISION else result
+
+
+def _pass_in_place(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _refuse_low_target(exact, args[0])
+    return func(*args, **kwargs)
+
+
+def _to_copy(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casts to a lower float type stay in (or go to) float64."""
+    _refuse_low_parameter(exact, args[0])
+    wanted = kwargs.get("dtype")
+    if wanted in LOW_PRECISION or (wanted is None and args[0].dtype in LOW_PRECISION):
+        kwargs = {**kwargs, "dtype": torch.float64}
+    return func(*args, **kwargs)
+
+
+def _refuse_floats(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(t.is_floating_point() or t.is_complex() for t in _tensors((*args, *kwargs.values()))):
+        return _refuse(exact, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _refuse(exact: Arithmetic, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = ", ".join(str(tuple(t.shape)) for t in _tensors(args)) or "no tensors"
+    raise UnknownOperatorError(
+        f"{func} on {shapes} has no exact rule: it may sum or round in an order nobody can vouch for. "
+        "Use operators that have one, or add a rule (oracle/exact/rules)."
+    )
+
+
+_HANDLERS: dict[Any, Handler] = {}
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _promoted(exact: Arithmetic, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lower-precision tensors as float64, so that mixed types (float32 buffers) may meet."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            low = arg.dtype is not torch.float64 and arg.dtype in LOW_PRECISION
+        else:
+            low = isinstance(arg, (list, tuple))  # may hold tensors
+        if low:
+            return tuple(_promote(exact, a) for a in args)
+    return args
+
+
+def _promote(exact: Arithmetic, arg: Any) -> Any:
+    if isinstance(arg, Tensor) and arg.dtype in LOW_PRECISION:
+        _refuse_low_parameter(exact, arg)
+        return arg.double()
+    return [_promote(exact, a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+def _refuse_low_parameter(exact: Arithmetic, tensor: Tensor) -> None:
+    if tensor.dtype in LOW_PRECISION and tensor.requires_grad:
+        raise PrecisionError(
+            f"{exact.operator}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that requires "
+            "gradients cannot be exact. Convert the model first: model.double()."
+        )
+
+
+def _refuse_low_target(exact: Arithmetic, target: Tensor) -> None:
+    if target.dtype in LOW_PRECISION:
+        raise PrecisionError(
+            f"{exact.operator} writes into a {target.dtype} tensor of shape {tuple(target.shape)}, which "
+            "would round. Create it inside exact(), or in float64."
+        )
+
+
+# --- backward on the scaled loss --------------------------------------------------------------------
+
+
+def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The leaf tensors whose ``.grad`` a backward pass from ``roots`` would add to."""
+    pending: list[Any] = [t.grad_fn for t in roots]
+    leaves = {id(t): t for t in roots if t.grad_fn is None and t.requires_grad}
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        pending.extend(following for following, _ in node.next_functions)
+    return list(leaves.values())
+
+
+def _scaled_backward(
+    factor: float,
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``tensor.backward`` with the root's gradient times ``factor`` and every leaf's divided by it."""
+    root = (torch.ones_like(tensor) if gradient is None else gradient) * factor
+    hooks = [leaf.register_hook(lambda grad: _unscaled(grad, factor)) for leaf in _leaves([tensor])]
+    try:
+        torch.autograd.backward(tensor, root, retain_graph, create_graph, inputs=inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _scaled_grad(
+    factor: float, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` likewise."""
+    roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    given = [None] * len(roots) if grad_outputs is None else grad_outputs
+    given = [given] if isinstance(given, Tensor) else given
+    scaled = [(torch.ones_like(r) if g is None else g) * factor for r, g in zip(roots, given, strict=True)]
+    grads = torch.autograd.grad(roots, inputs, scaled, *args, **kwargs)
+    return tuple(None if g is None else _unscaled(g, factor) for g in grads)
+
+
+def _unscaled(grad: Tensor, factor: float) -> Tensor:
+    """grad / factor, exactly: a power of two shifts the grid, so the mode must not level the result."""
+    outer, _state.inside_rule = _state.inside_rule, True
+    try:
+        return grad / factor
+    finally:
+        _state.inside_rule = outer

@@ -1,0 +1,114 @@
+"""Agreement: what is computed without padding equals what is computed with it, in every bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracle import losses, reference
+from oracle.case import Case, Rows
+from oracle.exact import exact
+from oracle.laws.law import Broken, VacuousError, law
+from oracle.models import kind, tiny
+from oracle.outcome import Difference, Outcome, compare, compare_embeddings
+
+
+def _layouts(case: Case) -> list[str]:
+    stream, rows = case.stream, case.rows
+    lines = [f"lengths {case.lengths}"]
+    if stream.order is not None:
+        lines.append(f"stream order {list(stream.order)}")
+    if stream.tail > 1 or stream.each > 1:
+        lines.append(f"slots to a multiple of {stream.each} after each sequence, of {stream.tail} at the tail")
+    lines.append(f"padded reference: {rows.side}, {rows.extra} extra columns, {'junk' if rows.junk else 'pad ids'}")
+    return lines
+
+
+def _refuse(difference: Difference | None, case: Case, against: str) -> None:
+    if difference is not None:
+        raise Broken(f"{difference} ({against})", _layouts(case))
+
+
+def _encoded(implementation: Any, case: Case) -> Tensor:
+    model = tiny(case.model, case.seed)
+    with exact():
+        found: Tensor = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
+    return found.detach()
+
+
+def _expected(case: Case, layout: Rows | None) -> Tensor:
+    model = tiny(case.model, case.seed)
+    with exact():
+        return reference.encode(
+            model, case.sequences, layout, case.options.pooling, kind(case.model).first_position
+        ).detach()
+
+
+@law("encode", share=10)
+def every_sequence_has_one_embedding(implementation: Any, case: Case) -> None:
+    """There are as many embeddings as sequences, each finite and of unit length."""
+    found = _encoded(implementation, case)
+    if len(found) != len(case.sequences):
+        raise Broken(f"{len(case.sequences)} sequences gave {len(found)} embeddings", _layouts(case))
+    for i, norm in enumerate(found.norm(dim=1).tolist()):
+        if not abs(norm - 1) < 1e-5:  # rounding to the grid moves a unit vector's length by less
+            raise Broken(f"sequence {i}'s embedding has length {norm}, not 1", _layouts(case))
+
+
+@law("encode", share=30)
+def embeddings_equal_the_padded_ones(implementation: Any, case: Case) -> None:
+    """Every embedding equals, bit for bit, the one computed on padded rows."""
+    difference = compare_embeddings(_expected(case, case.rows), _encoded(implementation, case))
+    _refuse(difference, case, "against padded rows")
+
+
+@law("encode", share=10, longest=16)
+def embeddings_equal_each_sequence_alone(implementation: Any, case: Case) -> None:
+    """Every embedding equals, bit for bit, the one computed with its sequence alone."""
+    difference = compare_embeddings(_expected(case, None), _encoded(implementation, case))
+    _refuse(difference, case, "against each sequence alone")
+
+
+@law("encode", share=10, longest=16)
+def the_last_token_is_pooled(implementation: Any, case: Case) -> None:
+    """With last-token pooling the embedding is the last token's hidden state, found by length alone."""
+    model = tiny(case.model, case.seed)
+    first = kind(case.model).first_position
+    found = _encoded(implementation, replace(case, options=replace(case.options, pooling="last")))
+    states = []
+    with exact(), reference.attention(model, "eager"):
+        for ids in case.sequences:
+            positions = torch.arange(first, first + len(ids)).unsqueeze(0)
+            states.append(model(torch.tensor([ids]), position_ids=positions).last_hidden_state[0, len(ids) - 1])
+        expected = torch.stack(states)
+        expected = expected / expected.norm(dim=1, keepdim=True)
+    _refuse(compare_embeddings(expected, found), case, "against the hidden state at the last index")
+
+
+@law("step", "encode", share=40, contrast=True)
+def a_training_step_equals_the_padded_one(implementation: Any, case: Case) -> None:
+    """Loss, the gradient of every parameter and of the inputs equal, bit for bit, those of padded rows."""
+    model = tiny(case.model, case.seed)
+    with exact():
+        expected = reference.step(model, case, case.rows)
+        found = _step(implementation, model, case)
+    if not any(bool(g.any()) for g in expected.gradients.values()):
+        raise VacuousError("a training step without any gradient")
+    _refuse(compare(expected, found), case, "against padded rows")
+
+
+def _step(implementation: Any, model: Any, case: Case) -> Outcome:
+    """The implementation's own step, or one made of its encode, the loss by definition and backward."""
+    if callable(getattr(implementation, "step", None)):
+        made = implementation.step(model, case)
+        return Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
+    embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
+    loss = losses.infonce(embeddings, case.labels, case.options)
+    model.zero_grad()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Outcome(embeddings.detach(), loss.detach(), gradients)

@@ -1,0 +1,95 @@
+"""Losses: equal to their definition, blind to the order of groups, and strict about labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracle import losses
+from oracle.case import Case
+from oracle.exact import exact
+from oracle.laws.law import Broken, law
+from oracle.outcome import gap, same
+
+WIDTH = 16
+
+
+def unit_rows(count: int, seed: int) -> Tensor:
+    """[count, WIDTH] rows of about unit length, multiples of 2^-10, drawn from a seed."""
+    drawn = torch.randint(-512, 513, (count, WIDTH), generator=torch.Generator().manual_seed(seed)).double()
+    return (drawn / drawn.norm(dim=1, keepdim=True) * 1024).round() / 1024
+
+
+def _loss(implementation: Any, embeddings: Tensor, labels: list[float], case: Case) -> tuple[Tensor, Tensor]:
+    """The implementation's loss and its gradient."""
+    leaf = embeddings.clone().requires_grad_()
+    loss = implementation.loss(leaf, labels, case.options)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@law("loss", share=60, contrast=True, longest=1)
+def the_loss_equals_its_definition(implementation: Any, case: Case) -> None:
+    """InfoNCE and its gradient equal the plain loops over groups, bit for bit."""
+    rows = unit_rows(len(case.sequences), case.seed)
+    with exact():
+        found, gradient = _loss(implementation, rows, case.labels, case)
+        leaf = rows.clone().requires_grad_()
+        expected = losses.infonce(leaf, case.labels, case.options)
+        expected.backward()
+    assert leaf.grad is not None
+    if not same(expected.detach(), found):
+        raise Broken(f"loss {found.item():.17g}, by definition {expected.item():.17g}", _shown(case))
+    if not same(leaf.grad, gradient):
+        row = next(i for i, (a, b) in enumerate(zip(leaf.grad, gradient, strict=True)) if not same(a, b))
+        raise Broken(
+            f"the gradient of embedding {row} is off by {gap(leaf.grad[row], gradient[row]):.3g}", _shown(case)
+        )
+
+
+@law("loss", share=30, contrast=True, longest=1)
+def the_order_of_groups_does_not_matter(implementation: Any, case: Case) -> None:
+    """Groups in reverse give the same loss, and each row the same gradient."""
+    rows = unit_rows(len(case.sequences), case.seed)
+    spans = losses.group_rows(case.labels, len(rows))
+    backwards = replace(case, groups=tuple(reversed(case.groups)), stream=replace(case.stream, order=None))
+    order = torch.tensor([row for span in reversed(spans) for row in span])
+    with exact():
+        loss, gradient = _loss(implementation, rows, case.labels, case)
+        reversed_loss, reversed_gradient = _loss(implementation, rows[order], backwards.labels, case)
+    if not same(loss, reversed_loss) or not same(gradient[order], reversed_gradient):
+        raise Broken(
+            f"loss {loss.item():.17g} became {reversed_loss.item():.17g} with the groups reversed", _shown(case)
+        )
+
+
+@law("loss", share=30, contrast=True, longest=1)
+def labels_that_do_not_fit_are_refused(implementation: Any, case: Case) -> None:
+    """A row too many or too few, or a first label of 0, is refused, never worked around."""
+    rows, labels = unit_rows(len(case.sequences) + 1, case.seed), case.labels
+    wrong = [
+        ("one embedding too few", rows[:-2], labels),
+        ("one embedding too many", rows, labels),
+        ("a first group without a positive", rows[:-1], [0.0, *labels[1:], 0.0][: len(labels)]),
+        ("no labels", rows[:0], []),
+    ]
+    for what, embeddings, given in wrong:
+        try:
+            loss = implementation.loss(embeddings, given, case.options)
+        except NotImplementedError:
+            raise
+        except Exception:
+            continue
+        raise Broken(
+            f"{what} was not refused: loss {float(loss):.6g}",
+            [f"{len(embeddings)} embeddings, labels {given}"],
+        )
+
+
+def _shown(case: Case) -> list[str]:
+    sizes = [len(group.sequences) for group in case.groups]
+    return [f"groups of {sizes} rows, temperature {case.options.temperature}, use_batch {case.options.use_batch}"]

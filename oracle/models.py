@@ -1,0 +1,176 @@
+"""Small deterministic Hugging Face models by name: float64, weights from a seed, on the grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 128
+PAD_ID = 0
+HIDDEN = 32
+
+# Head dimension 8 and this base make every rotary frequency a power of two: the same on any machine.
+ROPE_BASE = 2.0**16
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """How to build one architecture, and what a caller must know of it.
+
+    causal: each token sees only what comes before it, so the last token is the natural one to pool.
+    first_position: position id of a sequence's first token.
+    """
+
+    build: Callable[[], PreTrainedModel]
+    causal: bool = True
+    first_position: int = 0
+
+
+def _decoder(
+    model: type[PreTrainedModel], config: type[PreTrainedConfig], **extra: Any
+) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        shape: dict[str, Any] = {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 4096,
+            "pad_token_id": PAD_ID,
+            "rope_theta": ROPE_BASE,
+            "use_cache": False,
+        }
+        return model(config(**(shape | extra)))
+
+    return build
+
+
+def _encoder(
+    model: type[PreTrainedModel], config: type[PreTrainedConfig], arguments: dict[str, Any] | None = None, **extra: Any
+) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        shape: dict[str, Any] = {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 514,
+            "pad_token_id": PAD_ID,
+            "attention_probs_dropout_prob": 0.0,
+            "hidden_dropout_prob": 0.0,
+        }
+        return model(config(**(shape | extra)), **(arguments or {}))
+
+    return build
+
+
+_ROPE = {"rope_type": "default", "rope_theta": ROPE_BASE}
+
+MODELS: dict[str, ModelKind] = {
+    "qwen3": ModelKind(_decoder(transformers.Qwen3Model, transformers.Qwen3Config)),
+    "llama": ModelKind(_decoder(transformers.LlamaModel, transformers.LlamaConfig)),
+    "mistral": ModelKind(_decoder(transformers.MistralModel, transformers.MistralConfig, sliding_window=4)),
+    "gemma3": ModelKind(
+        _decoder(
+            transformers.Gemma3TextModel,
+            transformers.Gemma3TextConfig,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=8,
+            rope_parameters={"sliding_attention": _ROPE, "full_attention": _ROPE},
+        )
+    ),
+    "qwen3-moe": ModelKind(
+        _decoder(
+            transformers.Qwen3MoeModel,
+            transformers.Qwen3MoeConfig,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        )
+    ),
+    "bert": ModelKind(
+        _encoder(transformers.BertModel, transformers.BertConfig, {"add_pooling_layer": False}), causal=False
+    ),
+    "xlm-roberta": ModelKind(
+        _encoder(
+            transformers.XLMRobertaModel, transformers.XLMRobertaConfig, {"add_pooling_layer": False}, pad_token_id=1
+        ),
+        causal=False,
+        first_position=2,
+    ),
+    "modernbert": ModelKind(
+        _encoder(
+            transformers.ModernBertModel,
+            transformers.ModernBertConfig,
+            local_attention=8,
+            layer_types=["full_attention", "sliding_attention"],
+            bos_token_id=None,
+            eos_token_id=None,
+            cls_token_id=None,
+            sep_token_id=None,
+            rope_parameters={"sliding_attention": _ROPE, "full_attention": _ROPE},
+        ),
+        causal=False,
+    ),
+}
+
+
+class UnknownModelError(ValueError):
+    """A model name that is not in ``MODELS``."""
+
+
+def kind(name: str) -> ModelKind:
+    """What is known of the model ``name``; UnknownModelError lists the names there are."""
+    if name not in MODELS:
+        raise UnknownModelError(f"no model {name!r}; there are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+@lru_cache(maxsize=32)
+def tiny(name: str, seed: int = 0) -> PreTrainedModel:
+    """The small model ``name``, float64, in training mode without dropout; one object for each seed.
+
+    Weights are integers over 256 drawn from ``seed``, wide enough (deviation about 0.25) that attention
+    is far from uniform; norm weights lie around 1. Everything is on the grid of the exact mode.
+    """
+    model = kind(name).build().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for label, parameter in sorted(model.named_parameters()):
+            centre = 1.0 if parameter.dim() == 1 and label.endswith("weight") else 0.0
+            parameter.copy_(centre + torch.randint(-110, 111, parameter.shape, generator=generator) / 256)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(_nearest_power_of_two(buffer))
+    return model
+
+
+def _nearest_power_of_two(frequencies: Tensor) -> Tensor:
+    """Rotary frequencies are powers of two by ROPE_BASE; torch.pow may miss them by an ulp."""
+    if not bool((frequencies > 0).all()):
+        return frequencies
+    powers = torch.log2(frequencies.double()).round()
+    exact = torch.tensor([math.ldexp(1.0, int(p)) for p in powers.flatten().tolist()], dtype=torch.float64)
+    exact = exact.view(powers.shape)
+    return exact if torch.allclose(exact, frequencies.double(), rtol=1e-5, atol=0) else frequencies
+
+
+def input_embeddings(model: PreTrainedModel) -> nn.Embedding:
+    """The module that turns token ids into vectors."""
+    module = model.get_input_embeddings()
+    assert isinstance(module, nn.Embedding)
+    return module

@@ -1,0 +1,150 @@
+"""The reference: a Hugging Face model on padded rows, by definition.
+
+Eager attention, positions from the mask, pooling by length, one loss, one backward. Nothing is packed,
+nothing is recovered, nothing is clever. Run it under ``oracle.exact()`` and it can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oracle import losses
+from oracle.case import Case, Rows
+from oracle.layout import padded_rows
+from oracle.models import input_embeddings, kind
+from oracle.outcome import Outcome
+
+Sequences = Sequence[Sequence[int]]
+
+
+class InputError(ValueError):
+    """Input the reference cannot take; names the sequence, id or parameter."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses a model that is not in float64 throughout, naming the first parameter."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float64:
+            raise InputError(f"{name} is {parameter.dtype}; exactness needs float64: call model.double()")
+
+
+def check_sequences(model: PreTrainedModel, sequences: Sequences) -> None:
+    """Refuses an empty batch, an empty sequence and ids outside the vocabulary, by index."""
+    vocabulary = model.config.vocab_size
+    if not sequences:
+        raise InputError("the batch is empty")
+    for i, ids in enumerate(sequences):
+        if len(ids) == 0:
+            raise InputError(f"sequence {i} is empty; an empty sequence has no embedding")
+        for at, token in enumerate(ids):
+            if not 0 <= token < vocabulary:
+                raise InputError(f"sequence {i} holds the id {token} at {at}; the vocabulary has {vocabulary}")
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention implementation and no cache, for a while.
+
+    A cache, transformers' default, switches off parts of its masking.
+    """
+    before, cached = model.config._attn_implementation, getattr(model.config, "use_cache", None)
+    model.set_attn_implementation(name)
+    if cached is not None:
+        model.config.use_cache = False
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        if cached is not None:
+            model.config.use_cache = cached
+
+
+def padded_hidden(model: PreTrainedModel, sequences: Sequences, layout: Rows, first_position: int = 0) -> list[Tensor]:
+    """Each sequence's hidden states [length, d], computed on padded rows."""
+    check_sequences(model, sequences)
+    batch = padded_rows(sequences, layout, model.config.vocab_size, model.config.pad_token_id or 0, first_position)
+    with attention(model, "eager"):
+        hidden = model(
+            input_ids=batch.input_ids.to(model.device),
+            attention_mask=batch.attention_mask.to(model.device),
+            position_ids=batch.position_ids.to(model.device),
+        ).last_hidden_state
+    return [row[a : b + 1] for row, a, b in zip(hidden, batch.first, batch.last, strict=True)]
+
+
+def alone_hidden(model: PreTrainedModel, sequences: Sequences, first_position: int = 0) -> list[Tensor]:
+    """Each sequence's hidden states [length, d], computed by itself: no pads, no neighbours."""
+    return [padded_hidden(model, [ids], Rows(), first_position)[0] for ids in sequences]
+
+
+def pool(hidden: Sequence[Tensor], pooling: str) -> Tensor:
+    """One vector for each sequence's hidden states [length, d]: [n, d]."""
+    if pooling == "last":
+        return torch.stack([states[len(states) - 1] for states in hidden])
+    if pooling == "mean":
+        return torch.stack([states.sum(dim=0) / len(states) for states in hidden])
+    raise InputError(f"no pooling {pooling!r}")
+
+
+def normalise(vectors: Tensor) -> Tensor:
+    """Each row over its L2 norm (at least 1e-12; a zero row stays zero)."""
+    return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-12)
+
+
+def encode(
+    model: PreTrainedModel,
+    sequences: Sequences,
+    layout: Rows | None = None,
+    pooling: str = "last",
+    first_position: int = 0,
+) -> Tensor:
+    """Embeddings [n, d] of the sequences on padded rows; ``layout`` None: each sequence alone."""
+    if layout is None:
+        hidden = alone_hidden(model, sequences, first_position)
+    else:
+        hidden = padded_hidden(model, sequences, layout, first_position)
+    return normalise(pool(hidden, pooling))
+
+
+def step(model: PreTrainedModel, case: Case, layout: Rows | None = None) -> Outcome:
+    """One training step on padded rows (``layout``; None: each sequence alone), gradients and all."""
+    check_model(model)
+    with input_probe(model) as probe:
+        embeddings = encode(model, case.sequences, layout, case.options.pooling, kind(case.model).first_position)
+        loss = losses.infonce(embeddings, case.labels, case.options)
+        model.zero_grad()
+        loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Outcome(embeddings.detach(), loss.detach(), gradients, _input_gradients(probe, case, layout))
+
+
+def _input_gradients(probe: list[Tensor], case: Case, layout: Rows | None) -> list[Tensor]:
+    """The probes' gradients cut to each sequence's real tokens."""
+    if layout is None:
+        return [added.grad[0] for added in probe if added.grad is not None]
+    batch = padded_rows(case.sequences, layout, 1)
+    (added,) = probe
+    assert added.grad is not None
+    return [row[a : b + 1] for row, a, b in zip(added.grad, batch.first, batch.last, strict=True)]
+
+
+@contextmanager
+def input_probe(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Adds a zero tensor to every output of the input embeddings; its gradient is theirs."""
+    added: list[Tensor] = []
+
+    def add_zero(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        added.append(torch.zeros_like(output, requires_grad=True))
+        return output + added[-1]
+
+    handle = input_embeddings(model).register_forward_hook(add_zero)
+    try:
+        yield added
+    finally:
+        handle.remove()

@@ -1,0 +1,76 @@
+"""What a person sees in the terminal: progress while laws run, a table of them, counter-examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from oracle.laws import Law
+from oracle.suite import Finding, Report, Status
+
+STYLES = {Status.HOLDS: "green", Status.BROKEN: "bold red", Status.NOT_OFFERED: "yellow", Status.NOT_RUN: "dim"}
+
+
+def header(console: Console, report_name: str, model: str, versions: dict[str, str], seed: int) -> None:
+    """Who is judged, and with what."""
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "device")
+    console.print(
+        f"implementation {report_name}; model tiny {model}; {known}; device {versions['device']}; seed {seed}"
+    )
+
+
+class Watch:
+    """A progress bar that follows the laws."""
+
+    def __init__(self, progress: Progress, examples: int):
+        self._progress = progress
+        self._task = progress.add_task("", total=examples)
+        self._before = 0
+        self._law = ""
+
+    def __call__(self, law: Law, done: int) -> None:
+        """One more case of a law."""
+        if law.title != self._law:
+            self._law, self._before = law.title, 0
+            self._progress.update(self._task, description=law.title)
+        self._progress.advance(self._task, done - self._before)
+        self._before = done
+
+
+@contextmanager
+def watching(console: Console, examples: int) -> Iterator[Watch]:
+    """Shows progress for a while, where the console is a terminal."""
+    columns = (TextColumn("{task.description:<52}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield Watch(progress, examples)
+
+
+def table(console: Console, report: Report) -> None:
+    """Law by law."""
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("law", "left"), ("verdict", "left"), ("cases", "right"), ("s", "right")):
+        grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for result in report.results:
+        verdict = Text(str(result.status), STYLES[result.status])
+        grid.add_row(result.law, verdict, str(result.cases), f"{result.seconds:.1f}")
+    console.print(grid)
+
+
+def finding(console: Console, found: Finding, sentence: str, saved: Path) -> None:
+    """A broken law: what it says, the smallest case, how to see it again."""
+    lines = [
+        "",
+        f"BROKEN {found.law}",
+        f"  The law: {sentence}",
+        f"  Here: {found.summary}",
+        *(f"    {line}" for line in found.details),
+        f"  Smallest case, lengths {found.case.lengths}: {found.case.to_json()}",
+        f"  Replay: python -m oracle replay {saved}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

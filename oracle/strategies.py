@@ -1,0 +1,93 @@
+"""Hypothesis strategies: structure is drawn (lengths, groups, layouts, options), never tensor values.
+
+Faults live in sequences of one token, in runs of them, in equal lengths, in one giant among ones, beside
+powers of two; so these come often. Everything shrinks towards ones, two sequences, a plain layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import strategies as st
+
+from oracle.case import Case, Options, Rows, Stream, from_lengths
+from oracle.models import VOCABULARY
+
+EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33)
+LONGEST = 40
+
+
+@cache
+def lengths(longest: int = LONGEST) -> st.SearchStrategy[int]:
+    """One sequence's length: often 1, often short, sometimes at a power of two."""
+    edges = [edge for edge in EDGES if edge <= longest] or [1]
+    return st.one_of(
+        st.just(1), st.just(1), st.integers(1, min(8, longest)), st.sampled_from(edges), st.integers(1, longest)
+    )
+
+
+@cache
+def runs(most: int = 4, longest: int = LONGEST) -> st.SearchStrategy[list[int]]:
+    """Lengths as runs of equal ones: [(length, times), ...] laid out."""
+    run = st.tuples(lengths(longest), st.integers(1, 4))
+    return st.lists(run, max_size=most).map(lambda drawn: [length for length, times in drawn for _ in range(times)])
+
+
+@st.composite
+def groups(draw: st.DrawFn, most: int = 4, longest: int = LONGEST) -> list[list[int]]:
+    """Lengths of 1 to ``most`` groups, [anchor, positive, negatives...]."""
+    return [
+        [draw(lengths(longest)), draw(lengths(longest)), *draw(runs(2, longest))]
+        for _ in range(draw(st.integers(1, most)))
+    ]
+
+
+@cache
+def row_layouts() -> st.SearchStrategy[Rows]:
+    """Padded rows: either side, extra columns, pad ids or junk."""
+    return st.builds(Rows, st.sampled_from(["right", "left"]), st.integers(0, 5), st.integers(0, 3))
+
+
+@st.composite
+def stream_layouts(draw: st.DrawFn, count: int, slots: bool = True, shuffled: bool = True) -> Stream:
+    """Packed streams of ``count`` sequences: any order, slots at the tail and after each sequence."""
+    order = tuple(draw(st.permutations(range(count)))) if shuffled and draw(st.booleans()) else None
+    if not slots or not draw(st.booleans()):
+        return Stream(order)
+    return Stream(
+        order, draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(0, 3))
+    )
+
+
+@cache
+def options(pooling: str = "last") -> st.SearchStrategy[Options]:
+    """Temperatures in use, powers of two and others, with and without the rest of the batch."""
+    temperatures = st.sampled_from([0.1, 1.0, 0.05, 0.02, 0.5])
+    return st.builds(Options, temperatures, st.booleans(), st.just(pooling))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    model: str = "qwen3",
+    pooling: str = "last",
+    contrast: bool = False,
+    slots: bool = True,
+    shuffled: bool = True,
+    longest: int = LONGEST,
+) -> Case:
+    """Whole cases for one model; with ``contrast`` the loss has something to choose between."""
+    drawn = draw(groups(longest=longest))
+    chosen = draw(options(pooling))
+    candidates = sum(len(g) - 1 for g in drawn) if chosen.use_batch else max(len(g) - 1 for g in drawn)
+    if contrast and candidates < 2:
+        drawn[0].append(1)
+    return from_lengths(
+        drawn,
+        VOCABULARY,
+        rows=draw(row_layouts()),
+        stream=draw(stream_layouts(sum(map(len, drawn)), slots, shuffled)),
+        options=chosen,
+        model=model,
+        seed=draw(st.integers(0, 3)),
+    )

@@ -1,0 +1,241 @@
+"""Runs the laws on an implementation: draws cases, shrinks what fails, collects a report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import torch
+import transformers
+from hypothesis import HealthCheck, Phase, given, settings
+
+from oracle import reference
+from oracle.case import Case, Rows, from_lengths
+from oracle.contract import offers
+from oracle.exact import ExactError, exact
+from oracle.laws import LAWS, Broken, Law, VacuousError
+from oracle.models import tiny
+from oracle.outcome import compare
+from oracle.strategies import cases
+
+Progress = Callable[[Law, int], None]
+
+COUNTEREXAMPLES = Path(".oracle")
+
+
+class Status(StrEnum):
+    """How a law fared."""
+
+    HOLDS = "holds"
+    BROKEN = "BROKEN"
+    NOT_OFFERED = "not offered"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken law's smallest case, and what it showed."""
+
+    law: str
+    summary: str
+    details: list[str]
+    case: Case
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """One law's outcome: cases tried until all held or the first broke, and the time taken."""
+
+    law: str
+    sentence: str
+    status: Status
+    cases: int = 0
+    seconds: float = 0.0
+    finding: Finding | None = None
+
+
+@dataclass
+class Report:
+    """Everything a reader needs to know of one run."""
+
+    implementation: str
+    model: str
+    seed: int
+    results: list[LawResult] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    backends: dict[str, int] = field(default_factory=dict)
+    bits: float = 0.0
+
+    def count(self, status: Status) -> int:
+        """Laws with this status."""
+        return sum(result.status is status for result in self.results)
+
+    @property
+    def verdict(self) -> str:
+        """The last line of every run."""
+        drawn = sum(result.cases for result in self.results)
+        seconds = sum(result.seconds for result in self.results)
+        absent = self.count(Status.NOT_OFFERED)
+        unrun = self.count(Status.NOT_RUN)
+        rest = f", {unrun} not run" if unrun else ""
+        return (
+            f"VERDICT exact: {len(self.results)} laws, {self.count(Status.BROKEN)} broken, {absent} not offered{rest}, "
+            f"{drawn} cases, {seconds:.0f} s"
+        )
+
+    def to_json(self) -> str:
+        """Machine-readable, counter-examples as cases."""
+        return json.dumps(asdict(self) | {"verdict": self.verdict}, indent=2)
+
+
+class HarnessError(RuntimeError):
+    """The suite itself is not sound here, so it must not judge anybody."""
+
+
+def canary(model: str) -> float:
+    """Two equal runs of the reference, and any two paddings, agree in every bit; the bits they needed.
+
+    Raises HarnessError otherwise: then nothing below would mean anything.
+    """
+    case, small = from_lengths([[3, 1, 7], [1, 1], [5, 2, 1, 1]], model=model), tiny(model)
+    with exact() as arithmetic:
+        first = reference.step(small, case, Rows())
+        for layout in (Rows(), Rows("left", 3, 1), None):
+            difference = compare(first, reference.step(small, case, layout))
+            if difference:
+                raise HarnessError(f"the reference disagrees with itself under {layout}: {difference}")
+    return arithmetic.bits
+
+
+def versions() -> dict[str, str]:
+    """What a report names beside the implementation."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hypothesis": hypothesis.__version__,
+        "device": "cpu",
+    }
+
+
+def describe(implementation: Any) -> str:
+    """The implementation's name and version."""
+    kind = type(implementation)
+    name = getattr(implementation, "name", f"{kind.__module__}.{kind.__qualname__}")
+    version = getattr(implementation, "__version__", None)
+    return f"{name} {version}" if version else str(name)
+
+
+def shares(laws: Sequence[Law], examples: int) -> dict[str, int]:
+    """How many of ``examples`` cases each law draws."""
+    whole = sum(law.share for law in laws)
+    return {law.title: max(1, round(examples * law.share / whole)) for law in laws}
+
+
+def check(
+    implementation: Any,
+    model: str = "qwen3",
+    examples: int = 1200,
+    seed: int = 0,
+    stop_at_first: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Tries every law on the implementation.
+
+    Args:
+        implementation: see ``oracle.contract.Implementation``.
+        examples: cases drawn in all; laws without a model get most of them.
+        seed: reproduces the run.
+        stop_at_first: leave the laws after the first broken one untried.
+        progress: called after each case with the law and its count.
+    """
+    report = Report(describe(implementation), model, seed, versions=versions())
+    report.bits = canary(model)
+    wanted = shares(LAWS, examples)
+    for law in LAWS:
+        if not any(offers(implementation, surface) for surface in law.surfaces):
+            report.results.append(LawResult(law.title, law.sentence, Status.NOT_OFFERED))
+        elif stop_at_first and report.count(Status.BROKEN):
+            report.results.append(LawResult(law.title, law.sentence, Status.NOT_RUN))
+        else:
+            report.results.append(try_law(law, implementation, model, wanted[law.title], seed, progress))
+    backends = getattr(implementation, "backends", None)
+    report.backends = backends() if callable(backends) else {}
+    return report
+
+
+def try_law(
+    law: Law,
+    implementation: Any,
+    model: str,
+    examples: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LawResult:
+    """One law on drawn cases; the first failure is shrunk to a smallest case."""
+    tried = 0
+    failed: Case | None = None
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(model=model, **law.draw))
+    def every_case(case: Case) -> None:
+        nonlocal tried, failed
+        tried += failed is None
+        if progress:
+            progress(law, tried)
+        try:
+            judge(law, implementation, case)
+        except Broken:
+            failed = case
+            raise
+
+    start = time.perf_counter()
+    try:
+        with redirect_stdout(StringIO()):  # Hypothesis reports its own way; we report ours
+            every_case()
+    except NotImplementedError:
+        return LawResult(law.title, law.sentence, Status.NOT_OFFERED, tried, time.perf_counter() - start)
+    except Broken as broken:
+        assert failed is not None
+        finding = Finding(law.title, broken.summary, broken.details, failed)
+        return LawResult(law.title, law.sentence, Status.BROKEN, tried, time.perf_counter() - start, finding)
+    return LawResult(law.title, law.sentence, Status.HOLDS, tried, time.perf_counter() - start)
+
+
+def judge(law: Law, implementation: Any, case: Case) -> None:
+    """The law on one case: returns, or raises Broken.
+
+    What an implementation raises of its own breaks the law too; what exact arithmetic or the suite
+    raises is nobody's verdict and goes on up.
+    """
+    try:
+        law.check(implementation, case)
+    except (Broken, ExactError, VacuousError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise Broken(f"raised {type(error).__name__}: {error}", [f"lengths {case.lengths}"]) from error
+
+
+def save(finding: Finding, implementation: str, folder: Path = COUNTEREXAMPLES) -> Path:
+    """Writes a counter-example as JSON, for ``python -m oracle replay``; returns the file."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{finding.law}.json"
+    content = {"law": finding.law, "implementation": implementation, "case": json.loads(finding.case.to_json())}
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    return path
