@@ -121,5 +121,5 @@ def _misfit(found: Outcome, case: Case) -> str:
     try:
         losses.group_rows(case.labels, len(found.embeddings))
     except losses.LossInputError as error:
-        return f"{error} Yet the loss was {float(found.loss):.6f}."
+        return f"{len(found.embeddings)} embeddings came back, and a loss of {float(found.loss):.6f}. {error}"
     raise AssertionError("unreachable: another number of rows cannot fit the labels")

@@ -147,7 +147,8 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
     Weights are integers over 256 drawn from ``seed``, wide enough (deviation about 0.25) that attention
     is far from uniform; norm weights lie around 1. Everything is on the grid of the exact mode.
     """
-    model = kind(name).build().double()
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights, ours replace them
+        model = kind(name).build().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, parameter in sorted(model.named_parameters()):

@@ -60,7 +60,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def gap(a: Tensor, b: Tensor) -> float:
     """Greatest absolute difference; inf where either is NaN."""
-    size = (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max()
+    size = (a.detach().double() - b.detach().double()).abs().nan_to_num(nan=float("inf")).max()
     return float(size)
 
 

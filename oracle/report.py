@@ -20,9 +20,8 @@ STYLES = {Status.HOLDS: "green", Status.BROKEN: "bold red", Status.NOT_OFFERED: 
 def header(console: Console, report_name: str, model: str, versions: dict[str, str], seed: int) -> None:
     """Who is judged, and with what."""
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "device")
-    console.print(
-        f"implementation {report_name}; model tiny {model}; {known}; device {versions['device']}; seed {seed}"
-    )
+    line = f"implementation {report_name}; model tiny {model}; {known}; device {versions['device']}; seed {seed}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class Watch:
@@ -57,9 +56,13 @@ def table(console: Console, report: Report) -> None:
     for name, justify in (("law", "left"), ("verdict", "left"), ("cases", "right"), ("s", "right")):
         grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for result in report.results:
+        if result.status is Status.NOT_RUN:
+            continue
         verdict = Text(str(result.status), STYLES[result.status])
         grid.add_row(result.law, verdict, str(result.cases), f"{result.seconds:.1f}")
     console.print(grid)
+    if unrun := report.count(Status.NOT_RUN):
+        console.print(f"{unrun} laws after the broken one were not run; --all runs them", highlight=False)
 
 
 def finding(console: Console, found: Finding, sentence: str, saved: Path) -> None:

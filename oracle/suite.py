@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import hypothesis.errors
 import torch
 import transformers
 from hypothesis import HealthCheck, Phase, given, settings
@@ -211,8 +212,9 @@ def try_law(
             every_case()
     except NotImplementedError:
         return LawResult(law.title, law.sentence, Status.NOT_OFFERED, tried, time.perf_counter() - start)
-    except Broken as broken:
+    except (Broken, hypothesis.errors.Flaky) as error:
         assert failed is not None
+        broken = error if isinstance(error, Broken) else Broken("the same case gives different results when run again")
         finding = Finding(law.title, broken.summary, broken.details, failed)
         return LawResult(law.title, law.sentence, Status.BROKEN, tried, time.perf_counter() - start, finding)
     return LawResult(law.title, law.sentence, Status.HOLDS, tried, time.perf_counter() - start)

@@ -1,0 +1,70 @@
+"""Options and profiles: which implementation the laws judge, and how many cases they draw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, settings
+
+from oracle.contract import load
+from oracle.suite import describe
+
+# Cases drawn in all by the laws, for one model.
+EXAMPLES = {"dev": 400, "ci": 1200, "nightly": 40_000}
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("nightly", settings.get_profile("dev"), max_examples=2000, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--impl", default="impl:PaddingFree", help="the implementation the laws judge, package.module:Object")
+    parser.addoption("--profile", default="ci" if os.environ.get("CI") else "dev", choices=sorted(EXAMPLES))
+    parser.addoption("--seed", type=int, default=0, help="of the laws' drawn cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # with two OpenMP threads the tiny models run many times slower
+    settings.load_profile(config.getoption("--profile"))
+    transformers.logging.set_verbosity_error()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    implementation = load(config.getoption("--impl"))
+    return (
+        f"implementation {describe(implementation)} ({config.getoption('--impl')}); torch {torch.__version__}; "
+        f"transformers {transformers.__version__}; profile {config.getoption('--profile')}; device cpu"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(scope="session")
+def implementation(request: pytest.FixtureRequest) -> Any:
+    """The implementation under test."""
+    return load(request.config.getoption("--impl"))
+
+
+@pytest.fixture(scope="session")
+def law_examples(request: pytest.FixtureRequest) -> int:
+    """Cases the laws draw in all, for one model."""
+    return EXAMPLES[request.config.getoption("--profile")]
+
+
+@pytest.fixture(autouse=True)
+def _global_random_state_is_left_alone() -> Iterator[None]:
+    """Values come from local generators: nothing may touch the global one."""
+    before = torch.random.get_rng_state()
+    yield
+    assert torch.equal(before, torch.random.get_rng_state()), "the test moved torch's global random state"

@@ -1,0 +1,1 @@
+"""Planted faults: the smallest wrong implementations, each of one kind."""

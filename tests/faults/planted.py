@@ -1,0 +1,226 @@
+"""One fault for every law: the law must kill it, and the message must say where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from impl import PaddingFree, Packed, encoder
+from tests.faults.founding import StrictDecrease
+
+Sequences = Sequence[Sequence[int]]
+
+
+class TailSlotsCounted(PaddingFree):
+    """Slots at the tail are counted into the last sequence."""
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        lengths = super().boundaries(position_ids, **given)
+        if position_ids is not None:
+            trailing = len(position_ids) - int((position_ids >= 0).nonzero()[-1]) - 1
+            lengths[-1] += trailing
+        return lengths
+
+
+class PaddedSegments(PaddingFree):
+    """A sequence's length is the distance between two beginnings, slots and all."""
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        if position_ids is None:
+            return super().boundaries(position_ids, **given)
+        starts = [*(position_ids == 0).nonzero().flatten().tolist(), len(position_ids)]
+        return [after - before for before, after in zip(starts, starts[1:], strict=False)]
+
+
+class LastCuSeqlenDropped(PaddingFree):
+    """The last cumulative length is taken for the stream's, not for a boundary."""
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        if given.get("cu_seqlens") is not None:
+            given["cu_seqlens"] = given["cu_seqlens"][:-1]
+        return super().boundaries(position_ids, **given)
+
+
+class ZerosBegin(PaddingFree):
+    """A sequence begins at every 0, and nothing else is looked at."""
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        if position_ids is None:
+            return super().boundaries(position_ids, **given)
+        real = position_ids[position_ids >= 0]
+        starts = [*(real == 0).nonzero().flatten().tolist(), len(real)]
+        return [after - before for before, after in zip(starts, starts[1:], strict=False)]
+
+
+class PlainDifferences(PaddingFree):
+    """Lengths are the differences of cu_seqlens, whatever those are."""
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        if given.get("cu_seqlens") is None:
+            return super().boundaries(position_ids, **given)
+        return [int(n) for n in given["cu_seqlens"].diff()]
+
+
+class _Encoder(PaddingFree):
+    """Faults of the encoder: ``embed`` is wrong somewhere."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        raise NotImplementedError
+
+    def encode(self, model: PreTrainedModel, sequences: Sequences, layout: Any, pooling: str = "last") -> Tensor:
+        return self.embed(model, self.pack(model, sequences, layout), pooling)
+
+    def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
+        embeddings = self.encode(model, case.sequences, case.stream, case.options.pooling)
+        loss = self.loss(embeddings, case.labels, case.options)
+        model.zero_grad()
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return SimpleNamespace(embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients)
+
+
+def _pooled(states: Tensor, packed: Packed, at: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(states[at], dim=-1)
+
+
+class NoBoundariesInAttention(_Encoder):
+    """The attention kernel takes the stream for one sequence; positions and pooling are right."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        whole = len(packed.input_ids)
+        merged = replace(packed, lengths=(whole,), order=(0,), cu_seqlens=torch.tensor([0, whole], dtype=torch.int32))
+        return _pooled(encoder.hidden_states(model, merged, self.backend), packed, packed.last_tokens())
+
+
+class StreamOrder(_Encoder):
+    """Embeddings come back as they stand in the stream, not as they were given."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        states = encoder.hidden_states(model, packed, self.backend)
+        return _pooled(states, packed, packed.cu_seqlens[1:].long() - 1)
+
+
+class PositionsNeverReset(_Encoder):
+    """Positions count on through the stream: rotary embedding hides it from any tolerance."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        running = torch.arange(len(packed.position_ids)) + packed.position_ids[0]
+        return encoder.encode(model, replace(packed, position_ids=running), pooling, self.backend)
+
+
+class SlotsPooled(_Encoder):
+    """The last token of a sequence is looked for at the end of its padded segment."""
+
+    def encode(self, model: PreTrainedModel, sequences: Sequences, layout: Any, pooling: str = "last") -> Tensor:
+        padded = [[*ids, *[0] * (-len(ids) % layout.each)] for ids in sequences]
+        packed = self.pack(model, padded, replace(layout, each=1, tail=1))
+        return encoder.encode(model, packed, pooling, self.backend)
+
+
+class BatchStatistics(_Encoder):
+    """Values are right, but each embedding's gradient reaches the whole batch."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        out = encoder.encode(model, packed, pooling, self.backend)
+        mean = out.sum(dim=0)
+        return out + (mean - mean.detach())
+
+
+class NotNormalised(_Encoder):
+    """The pooled vectors themselves."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        return encoder.pool(encoder.hidden_states(model, packed, self.backend), packed, pooling)
+
+
+class SecondLastPooled(_Encoder):
+    """The token before the last one is pooled, as if an end token had been counted twice."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        starts = packed.cu_seqlens[:-1].long()[torch.tensor(packed.places)]
+        at = torch.maximum(packed.last_tokens() - 1, starts)
+        return _pooled(encoder.hidden_states(model, packed, self.backend), packed, at)
+
+
+class FirstKeyDropped(_Encoder):
+    """A sequence of several tokens loses its first one."""
+
+    def encode(self, model: PreTrainedModel, sequences: Sequences, layout: Any, pooling: str = "last") -> Tensor:
+        return super().encode(model, [ids[1:] or ids for ids in sequences], layout, pooling)
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        return encoder.encode(model, packed, pooling, self.backend)
+
+
+class FirstTokenPooled(_Encoder):
+    """CLS pooling where last-token pooling was asked for."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        starts = packed.cu_seqlens[:-1].long()[torch.tensor(packed.places)]
+        return _pooled(encoder.hidden_states(model, packed, self.backend), packed, starts)
+
+
+class HalfGradient(PaddingFree):
+    """Embeddings and loss are right; one parameter's gradient is half of it."""
+
+    def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
+        made = super().step(model, case)
+        name = next(n for n in sorted(made.gradients) if bool(made.gradients[n].any()))
+        made.gradients[name] = made.gradients[name] / 2
+        return made
+
+
+class TemperatureMultiplied(PaddingFree):
+    """The similarities are multiplied by the temperature."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        return super().loss(embeddings, labels, replace(options, temperature=1 / options.temperature))
+
+
+class FirstGroupTwice(PaddingFree):
+    """The first group's positive counts for every anchor."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        starts = [i for i, label in enumerate(labels) if label != 0]
+        documents = [row for row in range(len(embeddings)) if row not in {s + g for g, s in enumerate(starts)}]
+        anchors = embeddings[torch.tensor([s + g for g, s in enumerate(starts)])]
+        logits = anchors @ embeddings[torch.tensor(documents)].T / options.temperature
+        return torch.nn.functional.cross_entropy(logits, torch.zeros(len(starts), dtype=torch.int64))
+
+
+class SurplusRowsIgnored(PaddingFree):
+    """Labels rule; rows that they do not speak of are cut off, missing ones made up."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        needed = len(labels) + sum(label != 0 for label in labels)
+        return super().loss(embeddings[torch.arange(needed) % len(embeddings)], labels, options)
+
+
+PLANTED: dict[str, type[PaddingFree]] = {
+    "boundaries.lengths_are_recovered": StrictDecrease,
+    "boundaries.slots_at_the_tail_change_nothing": TailSlotsCounted,
+    "boundaries.slots_after_each_sequence_change_nothing": PaddedSegments,
+    "boundaries.cu_seqlens_give_the_lengths": LastCuSeqlenDropped,
+    "boundaries.what_cannot_be_split_is_refused": ZerosBegin,
+    "boundaries.malformed_cu_seqlens_are_refused": PlainDifferences,
+    "isolation.other_sequences_tokens_do_not_matter": NoBoundariesInAttention,
+    "isolation.order_does_not_matter": StreamOrder,
+    "isolation.number_does_not_matter": PositionsNeverReset,
+    "isolation.what_stands_in_slots_does_not_matter": SlotsPooled,
+    "isolation.gradients_stay_within_the_sequence": BatchStatistics,
+    "agreement.every_sequence_has_one_embedding": NotNormalised,
+    "agreement.embeddings_equal_the_padded_ones": SecondLastPooled,
+    "agreement.embeddings_equal_each_sequence_alone": FirstKeyDropped,
+    "agreement.the_last_token_is_pooled": FirstTokenPooled,
+    "agreement.a_training_step_equals_the_padded_one": HalfGradient,
+    "losses.the_loss_equals_its_definition": TemperatureMultiplied,
+    "losses.the_order_of_groups_does_not_matter": FirstGroupTwice,
+    "losses.labels_that_do_not_fit_are_refused": SurplusRowsIgnored,
+}

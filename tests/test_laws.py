@@ -1,0 +1,49 @@
+"""Every law on the implementation under test, on every model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oracle.laws import LAWS, Law
+from oracle.models import MODELS
+from oracle.suite import Status, canary, shares, try_law
+
+# The default model gets all cases; each other one a share, for it only adds what its own layers do.
+OTHER_SHARE = 0.1
+
+
+def _model_matters(law: Law) -> bool:
+    return law.family in ("isolation", "agreement")
+
+
+PAIRS = [(law, model) for law in LAWS for model in MODELS if model == "qwen3" or _model_matters(law)]
+
+
+@pytest.mark.parametrize(("law", "model"), PAIRS, ids=[f"{law.title}-{model}" for law, model in PAIRS])
+def test_law(law: Law, model: str, implementation: Any, law_examples: int, request: pytest.FixtureRequest) -> None:
+    examples = shares(LAWS, law_examples)[law.title]
+    if model != "qwen3":
+        examples = max(3, round(examples * OTHER_SHARE))
+    seed = request.config.getoption("--seed")
+    result = try_law(law, implementation, model, examples, seed)
+    if result.status is Status.NOT_OFFERED:
+        pytest.skip(f"not offered: {' or '.join(law.surfaces)}")
+    if result.finding:
+        found = result.finding
+        lines = [law.sentence, found.summary, *found.details, f"smallest case: {found.case.to_json()}", f"seed {seed}"]
+        pytest.fail("\n".join(lines), pytrace=False)
+    assert result.cases > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_reference_agrees_with_itself_under_any_padding(model: str) -> None:
+    assert 0 < canary(model) <= 53
+
+
+def test_laws_have_sentences_and_distinct_titles() -> None:
+    assert len({law.title for law in LAWS}) == len(LAWS)
+    for law in LAWS:
+        assert law.sentence.endswith("."), law.title
+        assert law.surfaces, law.title
