@@ -23,7 +23,9 @@ settings.register_profile("nightly", settings.get_profile("dev"), max_examples=2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--impl", default="impl:PaddingFree", help="the implementation the laws judge, package.module:Object")
+    parser.addoption(
+        "--impl", default="impl:PaddingFree", help="the implementation the laws judge, package.module:Object"
+    )
     parser.addoption("--profile", default="ci" if os.environ.get("CI") else "dev", choices=sorted(EXAMPLES))
     parser.addoption("--seed", type=int, default=0, help="of the laws' drawn cases")
 

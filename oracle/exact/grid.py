@@ -109,12 +109,16 @@ class Arithmetic:
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Exact ``a @ b`` of [..., m, k] by [..., k, n], both snapped to the operand grid."""
+        return self.bilinear(torch.matmul, a, b, a.shape[-1])
+
+    def bilinear(self, apply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, terms: int) -> Tensor:
+        """``apply(a, b)``, whose every element sums ``terms`` products of an element of a and one of b."""
         a, b = self.operand(a), self.operand(b)
-        bound = a.shape[-1] * largest(a) * largest(b)
+        bound = terms * largest(a) * largest(b)
         if not self.fits(bound, self.grid.addend):  # the cheap bound is too coarse: the true one
-            bound = largest(finite(a).abs() @ finite(b).abs())
+            bound = largest(apply(finite(a).abs(), finite(b).abs()))
         self.charge(bound, self.grid.addend, (a, b))
-        return torch.matmul(a, b)
+        return apply(a, b)
 
     def total(self, x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """Exact sum of x, snapped to the addend grid, over ``dims`` (None or empty: all)."""

@@ -152,6 +152,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return result.squeeze(-1 if b.dim() == 1 else -2) if a.dim() == 1 else result
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.dim() > 1:
+        return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x.unsqueeze(0), weight, bias).squeeze(0)
+
+
 def _outer(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a.unsqueeze(1), b.unsqueeze(0))
 
@@ -159,6 +165,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 # Functions of torch's public interface that are composed of other operators, above autograd.
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: scaled_dot_product_attention,
+    torch.nn.functional.linear: _linear,
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product),
     **dict.fromkeys((torch.mv, torch.Tensor.mv, torch.dot, torch.Tensor.dot), _product),
     torch.Tensor.__rmatmul__: lambda b, a: _product(a, b),
@@ -186,7 +193,7 @@ def _handler(func: Any) -> Handler:
             return _in_place(rule)
         if base in PASSES or name == "aten::copy_":
             return _pass_in_place
-    if func.is_view or func.namespace == "prim":
+    if func.is_view or torch.Tag.inplace_view in func.tags or func.namespace == "prim":
         return _pass_view
     return _pass if name in PASSES else _refuse_floats
 

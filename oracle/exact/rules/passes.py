@@ -21,7 +21,7 @@ MOVEMENT = """
     unfold_backward unfold_copy view_copy expand_copy permute_copy t_copy transpose_copy squeeze_copy
     unsqueeze_copy detach_copy split_copy split_with_sizes_copy chunk_cat _chunk_cat _pin_memory pin_memory
     _local_scalar_dense is_same_size equal resize resize_ set_ record_stream is_pinned block_diag
-    reflection_pad1d replication_pad1d channel_shuffle pixel_shuffle
+    diag_embed reflection_pad1d replication_pad1d channel_shuffle pixel_shuffle
 """
 
 # The greatest, the least, the order: the same whatever order they are looked for in.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracle.exact.grid import Arithmetic, largest
+from oracle.exact.grid import Arithmetic
 from oracle.exact.rules.table import rule
 
 
@@ -15,12 +15,6 @@ from oracle.exact.rules.table import rule
 def product(exact: Arithmetic, a: Tensor, b: Tensor) -> Tensor:
     """a @ b."""
     return exact.product(a, b)
-
-
-@rule("aten::ger", "aten::outer", on_grid=True)
-def outer_product(exact: Arithmetic, a: Tensor, b: Tensor) -> Tensor:
-    """a b^T, the gradient of a matrix-vector product."""
-    return exact.product(a.unsqueeze(1), b.unsqueeze(0))
 
 
 @rule("aten::addmm", "aten::baddbmm", "aten::addmv")
@@ -66,35 +60,32 @@ def grouped_product(
     return result if bias is None else result + bias
 
 
-def _charge_convolution(exact: Arithmetic, a: Tensor, b: Tensor, terms: int) -> None:
-    exact.charge(terms * largest(a) * largest(b), exact.grid.addend, (a, b))
-
-
 @rule("aten::convolution", "aten::_convolution")
-def convolution(exact: Arithmetic, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: object) -> Tensor:
+def convolution(exact: Arithmetic, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """Convolution of x [n, c, ...] with weight; torch's own float64 kernels, which add plain products."""
-    x, weight = exact.operand(x), exact.operand(weight)
-    _charge_convolution(exact, x, weight, math.prod(weight.shape[1:]))
-    stride, padding, dilation, transposed, output_padding, groups = arguments[:6]
-    result = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
+    geometry = arguments[:6]
+
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(a, b, None, *geometry)
+
+    result = exact.bilinear(apply, x, weight, weight.numel())
     return result if bias is None else result + bias.view(-1, *[1] * (x.dim() - 2))
 
 
 @rule("aten::convolution_backward")
 def convolution_backward(
-    exact: Arithmetic,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    *arguments: object,
+    exact: Arithmetic, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *arguments: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, the last as a plain sum."""
-    *geometry, mask = arguments
-    on_grid = exact.operand(grad), exact.operand(x), exact.operand(weight)
-    _charge_convolution(exact, on_grid[0], on_grid[2], weight.numel())
-    _charge_convolution(exact, on_grid[0], on_grid[1], grad.numel() // max(1, grad.shape[1]))
-    wanted = [mask[0], mask[1], False]  # type: ignore[index]
-    dx, dw, _ = torch.ops.aten.convolution_backward(*on_grid, bias_sizes, *geometry, wanted)
-    dims = [0, *range(2, grad.dim())]
-    return dx, dw, exact.total(grad, dims) if mask[2] else None  # type: ignore[index]
+    *geometry, wanted = arguments
+
+    def to_input(g: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.aten.convolution_backward(g, x, w, None, *geometry, [True, False, False])[0]
+
+    def to_weight(g: Tensor, a: Tensor) -> Tensor:
+        return torch.ops.aten.convolution_backward(g, a, weight, None, *geometry, [False, True, False])[1]
+
+    dx = exact.bilinear(to_input, grad, weight, weight.numel()) if wanted[0] else None
+    dw = exact.bilinear(to_weight, grad, x, grad.numel()) if wanted[1] else None
+    db = exact.total(grad, [0, *range(2, grad.dim())]) if wanted[2] else None
+    return dx, dw, db

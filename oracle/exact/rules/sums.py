@@ -253,7 +253,7 @@ def pow_scalar(exact: Arithmetic, x: Tensor, exponent: float) -> Tensor:
             return x.sqrt().reciprocal()
     if _is_integer(x) and isinstance(exponent, int):
         return x.pow(exponent)
-    return power(exact, x, torch.tensor(float(exponent), device=x.device))
+    return power(exact, x, torch.tensor(float(exponent), dtype=torch.float64, device=x.device))
 
 
 @rule("aten::pow.Tensor_Tensor")
@@ -267,4 +267,4 @@ def pow_tensor(exact: Arithmetic, x: Tensor, exponent: Tensor) -> Tensor:
 @rule("aten::pow.Scalar")
 def pow_base(exact: Arithmetic, base: float, exponent: Tensor) -> Tensor:
     """One base, many exponents (rotary frequencies)."""
-    return power(exact, torch.tensor(float(base), device=exponent.device), exponent)
+    return power(exact, torch.tensor(float(base), dtype=torch.float64, device=exponent.device), exponent)
