@@ -62,7 +62,7 @@ def stream_layouts(draw: st.DrawFn, count: int, slots: bool = True, shuffled: bo
 @cache
 def options(pooling: str = "last") -> st.SearchStrategy[Options]:
     """Temperatures in use, powers of two and others, with and without the rest of the batch."""
-    temperatures = st.sampled_from([0.1, 1.0, 0.05, 0.02, 0.5])
+    temperatures = st.sampled_from([0.1, 1.0, 0.05, 0.01, 0.5])
     return st.builds(Options, temperatures, st.booleans(), st.just(pooling))
 
 

@@ -47,7 +47,7 @@ class Grid:
 
     operand: int = 18
     curve: int = 24
-    loss_scale: int = 8
+    loss_scale: int = 4
 
     @property
     def addend(self) -> int:

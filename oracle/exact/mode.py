@@ -246,7 +246,8 @@ def _pass(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: di
 
 
 def _pass_in_place(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_low_target(exact, args[0])
+    if any(True for _ in _tensors(args[1:])):  # a constant may be written anywhere: torch does so itself
+        _refuse_low_target(exact, args[0])
     return func(*args, **kwargs)
 
 

@@ -94,10 +94,17 @@ def a_training_step_equals_the_padded_one(implementation: Any, case: Case) -> No
     model = tiny(case.model, case.seed)
     with exact():
         expected = reference.step(model, case, case.rows)
+        if not _has_gradient(expected):  # a low temperature can leave nothing to learn
+            case = replace(case, options=replace(case.options, temperature=1.0))
+            expected = reference.step(model, case, case.rows)
         found = _step(implementation, model, case)
-    if not any(bool(g.any()) for g in expected.gradients.values()):
+    if not _has_gradient(expected):
         raise VacuousError("a training step without any gradient")
     _refuse(compare(expected, found), case, "against padded rows")
+
+
+def _has_gradient(outcome: Outcome) -> bool:
+    return any(bool(gradient.any()) for gradient in outcome.gradients.values())
 
 
 def _step(implementation: Any, model: Any, case: Case) -> Outcome:

@@ -42,7 +42,7 @@ def test_a_sum_has_the_same_bits_in_every_order_and_in_pieces() -> None:
     [
         lambda a, b: a @ b,
         lambda a, b: a.matmul(b),
-        lambda a, b: torch.mv(a, b),
+        torch.mv,
         lambda a, b: torch.stack([torch.dot(row, b) for row in a]),
         lambda a, b: (a @ b[:, None])[:, 0],
         lambda a, b: torch.einsum("ij,j->i", a, b),
@@ -129,9 +129,9 @@ def test_nan_and_infinities_need_no_bits_and_spread_by_their_own_rules() -> None
     [
         ("aten.prod", lambda x: x.prod()),
         ("aten._cdist_forward", lambda x: torch.cdist(x, x)),
-        ("aten._linalg_svd", lambda x: torch.linalg.svdvals(x)),
-        ("aten.erfinv", lambda x: torch.erfinv(x)),
-        ("aten._fft_r2c", lambda x: torch.fft.rfft(x)),
+        ("aten._linalg_svd", torch.linalg.svdvals),
+        ("aten.erfinv", torch.erfinv),
+        ("aten._fft_r2c", torch.fft.rfft),
         ("aten.cumprod", lambda x: x.cumprod(0)),
         ("aten.trace", lambda x: x.trace()),
     ],
@@ -158,6 +158,10 @@ def test_writing_into_a_float32_tensor_is_refused() -> None:
     with exact(), pytest.raises(PrecisionError, match=r"aten\.add_.*writes into a torch\.float32"):
         torch.zeros(3, dtype=torch.float64).float()  # made inside: lives in float64
         BUFFER.add_(drawn(3))
+    with exact(), pytest.raises(PrecisionError, match=r"aten\.copy_.*writes into"):
+        BUFFER.copy_(drawn(3))
+    with exact():
+        BUFFER.zero_()
 
 
 BUFFER = torch.zeros(3)

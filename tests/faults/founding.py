@@ -5,6 +5,7 @@ A sequence of one token beside another gives 0, 0: no decrease, so the two becom
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import PaddingFree, Packed, encoder
+from impl import Packed, PaddingFree, encoder
 
 
 class StrictDecrease(PaddingFree):
@@ -25,7 +26,7 @@ class StrictDecrease(PaddingFree):
             return super().boundaries(position_ids, **given)
         decreases = (position_ids[1:] < position_ids[:-1]).nonzero().flatten() + 1
         edges = [0, *decreases.tolist(), len(position_ids)]
-        return [after - before for before, after in zip(edges, edges[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(edges)]
 
     def encode(
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"

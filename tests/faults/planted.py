@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import PaddingFree, Packed, encoder
+from impl import Packed, PaddingFree, encoder
 from tests.faults.founding import StrictDecrease
 
 Sequences = Sequence[Sequence[int]]
@@ -35,7 +36,7 @@ class PaddedSegments(PaddingFree):
         if position_ids is None:
             return super().boundaries(position_ids, **given)
         starts = [*(position_ids == 0).nonzero().flatten().tolist(), len(position_ids)]
-        return [after - before for before, after in zip(starts, starts[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(starts)]
 
 
 class LastCuSeqlenDropped(PaddingFree):
@@ -55,7 +56,7 @@ class ZerosBegin(PaddingFree):
             return super().boundaries(position_ids, **given)
         real = position_ids[position_ids >= 0]
         starts = [*(real == 0).nonzero().flatten().tolist(), len(real)]
-        return [after - before for before, after in zip(starts, starts[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(starts)]
 
 
 class PlainDifferences(PaddingFree):

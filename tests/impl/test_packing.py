@@ -1,0 +1,126 @@
+"""Packing: boundaries kept, boundaries recovered, boundaries refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl import Packed, boundaries, from_stream, pack
+from impl.errors import BoundaryError, PackingError
+from oracle.case import Case
+from oracle.layout import packed_stream
+from oracle.models import VOCABULARY
+from oracle.strategies import cases, lengths
+
+SEQUENCES = [[11, 12, 13], [21], [31, 32], [41]]
+
+
+def test_packed_by_length_so_that_equal_lengths_are_neighbours() -> None:
+    packed = pack(SEQUENCES)
+    assert packed.input_ids.tolist() == [21, 41, 31, 32, 11, 12, 13]
+    assert packed.position_ids.tolist() == [0, 0, 0, 1, 0, 1, 2]
+    assert packed.cu_seqlens.tolist() == [0, 1, 2, 4, 7]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.lengths == (1, 1, 2, 3)
+    assert packed.order == (1, 3, 2, 0)
+    assert packed.places == [3, 0, 2, 1]
+    assert packed.runs == [(1, 2), (2, 1), (3, 1)]
+    assert packed.max_seqlen == 3
+    assert packed.last_tokens().tolist() == [6, 0, 3, 1]
+
+
+@given(st.lists(lengths(), min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_every_token_is_where_it_belongs_in_any_order(drawn: list[int], random: object) -> None:
+    sequences = [list(range(100 * i, 100 * i + length)) for i, length in enumerate(drawn)]
+    order = list(range(len(drawn)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    for packed in (pack(sequences), pack(sequences, "given"), pack(sequences, order)):
+        assert [piece.tolist() for piece in packed.unpack(packed.input_ids)] == sequences
+        assert packed.input_ids[packed.last_tokens()].tolist() == [ids[-1] for ids in sequences]
+        assert boundaries(packed.position_ids) == list(packed.lengths)
+        assert boundaries(cu_seqlens=packed.cu_seqlens, total=len(packed.input_ids)) == list(packed.lengths)
+
+
+@given(cases())
+def test_a_stream_with_slots_gives_back_its_sequences(case: Case) -> None:
+    stream = packed_stream(case.sequences, case.stream, VOCABULARY)
+    order = case.stream.arranged(len(case.sequences))
+    for lengths_ in (None, [case.lengths[i] for i in order]):
+        packed = from_stream(stream.input_ids, stream.position_ids, lengths_)
+        assert isinstance(packed, Packed)
+        assert [tuple(p.tolist()) for p in packed.unpack(packed.input_ids)] == [case.sequences[i] for i in order]
+
+
+def test_positions_may_start_at_two() -> None:
+    packed = pack(SEQUENCES, "given", first_position=2)
+    assert packed.position_ids.tolist() == [2, 3, 4, 2, 2, 3, 2]
+    assert boundaries(packed.position_ids, first_position=2) == [3, 1, 2, 1]
+    with pytest.raises(BoundaryError, match="slot 0 holds position 2; a sequence begins at 0"):
+        boundaries(packed.position_ids)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "arguments", "message"),
+    [
+        ([], {}, "the batch is empty"),
+        ([[1], []], {}, "sequence 1 is empty"),
+        ([[1], [2, 9]], {"vocabulary": 9}, "sequence 1 holds the id 9 at 1; the vocabulary has 9"),
+        ([[1], [-2]], {"vocabulary": 9}, "sequence 1 holds the id -2 at 0"),
+        ([[1], [2]], {"order": "random"}, "order must be 'length', 'given' or a permutation of 2"),
+        ([[1], [2]], {"order": [0, 0]}, "order must be"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(
+    sequences: list[list[int]], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PackingError, match=message):
+        pack(sequences, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"position_ids": []}, "there is no sequence"),
+        ({"position_ids": [-1, 0]}, "slot 0 is -1 before any sequence"),
+        ({"position_ids": [1, 2]}, "slot 0 holds position 1; a sequence begins at 0"),
+        ({"position_ids": [0, 1, 1]}, "slot 2 holds position 1 after 1: neither its successor nor a beginning"),
+        ({"position_ids": [0, 1, 3]}, "slot 2 holds position 3 after 1"),
+        ({"position_ids": [0, 2, 1]}, "slot 1 holds position 2 after 0"),
+        ({"position_ids": [0, -1, 1]}, "slot 2 holds position 1 after slots of -1"),
+        ({"position_ids": [0, -2]}, "slot 1 holds position -2 after 0"),
+        ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, r"vector of integers, found torch.int64 \(1, 3\)"),
+        ({"position_ids": torch.zeros(3)}, "vector of integers, found torch.float32"),
+        ({"cu_seqlens": [0]}, "at least two entries"),
+        ({"cu_seqlens": [1, 2]}, "must start at 0, found 1"),
+        ({"cu_seqlens": [0, 3, 2]}, "decreases at sequence 1: 3, then 2"),
+        ({"cu_seqlens": [0, 3, 3]}, "sequence 1 is empty"),
+        ({"cu_seqlens": [0, 3], "total": 4}, "ends at 3, the stream at 4"),
+        ({}, "either position_ids or cu_seqlens"),
+        ({"position_ids": [0], "cu_seqlens": [0, 1]}, "either position_ids or cu_seqlens"),
+        ({"position_ids": [0, 1, 2, 3], "count": 2}, "1 sequences found where 2 were packed"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_its_place(given_: dict[str, object], message: str) -> None:
+    with pytest.raises(BoundaryError, match=message):
+        boundaries(**given_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "lengths_", "message"),
+    [
+        ([1, 2], [0], None, "vectors of one length"),
+        ([1, 2, 3], [0, 1, -1], [3], "lengths sum to 3, the stream holds 2 real tokens"),
+    ],
+)
+def test_a_stream_that_contradicts_itself_is_refused(
+    ids: list[int], positions: list[int], lengths_: list[int] | None, message: str
+) -> None:
+    with pytest.raises(BoundaryError, match=message):
+        from_stream(torch.tensor(ids), torch.tensor(positions), lengths_)
+
+
+def test_values_of_another_length_cannot_be_unpacked() -> None:
+    with pytest.raises(PackingError, match="6 values for a stream of 7 tokens"):
+        pack(SEQUENCES).unpack(torch.zeros(6))

@@ -1,0 +1,76 @@
+"""Layouts, by hand and as properties: the integers are checked directly."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from oracle.case import Case, Rows, Stream
+from oracle.laws.law import picture
+from oracle.layout import packed_stream, padded_rows
+from oracle.models import VOCABULARY
+from oracle.strategies import cases
+
+SEQUENCES = [(11, 12, 13), (21,), (31, 32)]
+
+
+def test_rows_padded_right() -> None:
+    rows = padded_rows(SEQUENCES, Rows("right", extra=1), 100, pad_id=9)
+    assert rows.input_ids.tolist() == [[11, 12, 13, 9], [21, 9, 9, 9], [31, 32, 9, 9]]
+    assert rows.attention_mask.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert (rows.first, rows.last) == ([0, 0, 0], [2, 0, 1])
+
+
+def test_rows_padded_left_with_positions_from_two() -> None:
+    rows = padded_rows(SEQUENCES, Rows("left"), 100, first_position=2)
+    assert rows.input_ids.tolist() == [[11, 12, 13], [0, 0, 21], [0, 31, 32]]
+    assert rows.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    assert rows.position_ids.tolist() == [[2, 3, 4], [2, 2, 2], [2, 2, 3]]
+    assert (rows.first, rows.last) == ([0, 2, 1], [2, 2, 2])
+
+
+def test_a_stream_without_slots() -> None:
+    stream = packed_stream(SEQUENCES, Stream((2, 0, 1)), 100)
+    assert stream.input_ids.tolist() == [31, 32, 11, 12, 13, 21]
+    assert stream.position_ids.tolist() == [0, 1, 0, 1, 2, 0]
+    assert (stream.starts, stream.lengths) == ([2, 5, 0], [3, 1, 2])
+
+
+def test_a_stream_with_slots_after_each_sequence_and_at_the_tail() -> None:
+    stream = packed_stream(SEQUENCES, Stream(each=2, tail=5), 100, slot_id=9)
+    assert stream.input_ids.tolist() == [11, 12, 13, 9, 21, 9, 31, 32, 9, 9]
+    assert stream.position_ids.tolist() == [0, 1, 2, -1, 0, -1, 0, 1, -1, -1]
+    assert picture(stream.position_ids.tolist(), [3, 1, 2]) == "|0 1 2|.|0|.|0 1|. ."
+
+
+@given(cases())
+def test_real_tokens_stand_where_the_layout_says(case: Case) -> None:
+    rows = padded_rows(case.sequences, case.rows, VOCABULARY)
+    stream = packed_stream(case.sequences, case.stream, VOCABULARY)
+    for i, ids in enumerate(case.sequences):
+        assert tuple(rows.input_ids[i, rows.first[i] : rows.last[i] + 1].tolist()) == ids
+        assert rows.attention_mask[i].sum() == len(ids)
+        span = slice(stream.starts[i], stream.starts[i] + stream.lengths[i])
+        assert tuple(stream.input_ids[span].tolist()) == ids
+        assert stream.position_ids[span].tolist() == list(range(len(ids)))
+    assert (stream.position_ids >= 0).sum() == sum(case.lengths)
+    assert len(stream.position_ids) % case.stream.tail == 0
+    assert all(start % case.stream.each == 0 for start in stream.starts)
+
+
+def test_junk_fills_pads_and_slots_and_nothing_else() -> None:
+    plain, junk = (padded_rows(SEQUENCES, Rows(extra=4, junk=j), 100) for j in (0, 3))
+    real = plain.attention_mask.bool()
+    assert (plain.input_ids[real] == junk.input_ids[real]).all()
+    assert (junk.input_ids[~real] > 0).any()
+    slots, filled = (packed_stream(SEQUENCES, Stream(each=8, junk=j), 100) for j in (0, 3))
+    real = slots.position_ids >= 0
+    assert (slots.input_ids[real] == filled.input_ids[real]).all()
+    assert (filled.input_ids[~real] > 0).any()
+
+
+def test_pictures_are_cut_where_a_line_ends() -> None:
+    assert picture([0, 0], [1, 1]) == "|0|0|"
+    assert picture([0, 0], [2]) == "|0 0|"
+    assert picture([0, 1, -1, 0]) == "|0 1|.|0|"
+    assert len(picture([0] * 500)) == 72
