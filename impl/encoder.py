@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl.attention import choose, using
-from impl.errors import PackingError
+from impl.attention import choose, ran, using
+from impl.errors import BackendError, PackingError
 from impl.packing import Packed
 
 
@@ -18,14 +18,21 @@ def hidden_states(model: PreTrainedModel, packed: Packed, backend: str | None = 
         model: a decoder or encoder whose attention goes through transformers' AttentionInterface.
         packed: on any device; moved to the model's.
         backend: "sdpa", "varlen" or "flash_attn"; None chooses by device and dtype.
+
+    Raises:
+        BackendError: the back end is unknown, cannot run here, or the model went round it.
     """
     packed = packed.to(model.device)
-    with using(model, backend or choose(model.device, model.dtype)):
+    name = backend or choose(model.device, model.dtype)
+    before = ran[name]
+    with using(model, name):
         output = model(
             input_ids=packed.input_ids.unsqueeze(0),
             position_ids=packed.position_ids.unsqueeze(0),
             packing=packed,
         )
+    if ran[name] == before:
+        raise BackendError(f"{type(model).__name__} never called the attention back end {name}: its sequences may mix")
     states: Tensor = output.last_hidden_state[0]
     return states
 

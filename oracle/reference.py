@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from oracle import losses
 from oracle.case import Case, Rows
-from oracle.layout import padded_rows
+from oracle.layout import PaddedRows, padded_rows
 from oracle.models import input_embeddings, kind
 from oracle.outcome import Outcome
 
@@ -64,30 +64,25 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
             model.config.use_cache = cached
 
 
-def padded_hidden(model: PreTrainedModel, sequences: Sequences, layout: Rows, first_position: int = 0) -> list[Tensor]:
-    """Each sequence's hidden states [length, d], computed on padded rows."""
-    check_sequences(model, sequences)
-    batch = padded_rows(sequences, layout, model.config.vocab_size, model.config.pad_token_id or 0, first_position)
+def padded_hidden(model: PreTrainedModel, batch: PaddedRows) -> Tensor:
+    """The last hidden states [n, width, d] of padded rows."""
     with attention(model, "eager"):
-        hidden = model(
+        output = model(
             input_ids=batch.input_ids.to(model.device),
             attention_mask=batch.attention_mask.to(model.device),
             position_ids=batch.position_ids.to(model.device),
-        ).last_hidden_state
-    return [row[a : b + 1] for row, a, b in zip(hidden, batch.first, batch.last, strict=True)]
+        )
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
-def alone_hidden(model: PreTrainedModel, sequences: Sequences, first_position: int = 0) -> list[Tensor]:
-    """Each sequence's hidden states [length, d], computed by itself: no pads, no neighbours."""
-    return [padded_hidden(model, [ids], Rows(), first_position)[0] for ids in sequences]
-
-
-def pool(hidden: Sequence[Tensor], pooling: str) -> Tensor:
-    """One vector for each sequence's hidden states [length, d]: [n, d]."""
+def pool(hidden: Tensor, batch: PaddedRows, pooling: str) -> Tensor:
+    """One vector a row: [n, width, d] -> [n, d]."""
     if pooling == "last":
-        return torch.stack([states[len(states) - 1] for states in hidden])
+        return hidden[torch.arange(len(hidden)), torch.tensor(batch.last)]
     if pooling == "mean":
-        return torch.stack([states.sum(dim=0) / len(states) for states in hidden])
+        real = batch.attention_mask.to(hidden.device).unsqueeze(-1)
+        return hidden.masked_fill(real == 0, 0.0).sum(dim=1) / real.sum(dim=1)
     raise InputError(f"no pooling {pooling!r}")
 
 
@@ -103,12 +98,13 @@ def encode(
     pooling: str = "last",
     first_position: int = 0,
 ) -> Tensor:
-    """Embeddings [n, d] of the sequences on padded rows; ``layout`` None: each sequence alone."""
+    """Embeddings [n, d] of the sequences on padded rows; ``layout`` None: each sequence alone, no pads."""
+    check_sequences(model, sequences)
     if layout is None:
-        hidden = alone_hidden(model, sequences, first_position)
-    else:
-        hidden = padded_hidden(model, sequences, layout, first_position)
-    return normalise(pool(hidden, pooling))
+        return torch.cat([encode(model, [ids], Rows(), pooling, first_position) for ids in sequences])
+    pad_id = model.config.pad_token_id or 0
+    batch = padded_rows(sequences, layout, model.config.vocab_size, pad_id, first_position)
+    return normalise(pool(padded_hidden(model, batch), batch, pooling))
 
 
 def step(model: PreTrainedModel, case: Case, layout: Rows | None = None) -> Outcome:

@@ -17,6 +17,7 @@ import hypothesis.errors
 import torch
 import transformers
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.database import ExampleDatabase
 
 from oracle import reference
 from oracle.case import Case, Rows, from_lengths
@@ -179,22 +180,15 @@ def try_law(
     examples: int,
     seed: int = 0,
     progress: Progress | None = None,
+    database: ExampleDatabase | None = None,
 ) -> LawResult:
-    """One law on drawn cases; the first failure is shrunk to a smallest case."""
+    """One law on drawn cases; the first failure is shrunk to a smallest case.
+
+    ``database`` keeps failing cases between runs and tries them first.
+    """
     tried = 0
     failed: Case | None = None
 
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        print_blob=False,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases(model=model, **law.draw))
     def every_case(case: Case) -> None:
         nonlocal tried, failed
         tried += failed is None
@@ -206,10 +200,23 @@ def try_law(
             failed = case
             raise
 
+    # Stored examples are kept by the function's name.
+    every_case.__name__ = f"{law.family}_{law.name}_{model}".replace("-", "_")
+    configured = settings(
+        max_examples=examples,
+        deadline=None,
+        database=database,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=[Phase.reuse, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    run = hypothesis.seed(seed)(configured(given(cases(model=model, **law.draw))(every_case)))
+
     start = time.perf_counter()
     try:
         with redirect_stdout(StringIO()):  # Hypothesis reports its own way; we report ours
-            every_case()
+            run()
     except NotImplementedError:
         return LawResult(law.title, law.sentence, Status.NOT_OFFERED, tried, time.perf_counter() - start)
     except (Broken, hypothesis.errors.Flaky) as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
 from oracle.contract import load
 from oracle.suite import describe
@@ -27,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--impl", default="impl:PaddingFree", help="the implementation the laws judge, package.module:Object"
     )
     parser.addoption("--profile", default="ci" if os.environ.get("CI") else "dev", choices=sorted(EXAMPLES))
-    parser.addoption("--seed", type=int, default=0, help="of the laws' drawn cases")
+    parser.addoption("--seed", type=int, help="of the laws' drawn cases (default 0; nightly: the day's number)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,10 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     implementation = load(config.getoption("--impl"))
-    return (
-        f"implementation {describe(implementation)} ({config.getoption('--impl')}); torch {torch.__version__}; "
-        f"transformers {transformers.__version__}; profile {config.getoption('--profile')}; device cpu"
-    )
+    named = f"implementation {describe(implementation)} ({config.getoption('--impl')})"
+    libraries = f"torch {torch.__version__}; transformers {transformers.__version__}; device cpu"
+    return f"{named}; {libraries}; profile {config.getoption('--profile')}; law seed {_seed(config)}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,6 +57,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def implementation(request: pytest.FixtureRequest) -> Any:
     """The implementation under test."""
     return load(request.config.getoption("--impl"))
+
+
+def _seed(config: pytest.Config) -> int:
+    given = config.getoption("--seed")
+    if given is not None:
+        return int(given)
+    return datetime.now(UTC).toordinal() if config.getoption("--profile") == "nightly" else 0
+
+
+@pytest.fixture(scope="session")
+def law_seed(request: pytest.FixtureRequest) -> int:
+    """Reproduces the laws' draws."""
+    return _seed(request.config)
+
+
+@pytest.fixture(scope="session")
+def law_database(request: pytest.FixtureRequest) -> ExampleDatabase | None:
+    """Failing cases of earlier nights."""
+    nightly = request.config.getoption("--profile") == "nightly"
+    return DirectoryBasedExampleDatabase(".hypothesis/examples") if nightly else None
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis.database import ExampleDatabase
 
 from oracle.laws import LAWS, Law
 from oracle.models import MODELS
@@ -22,17 +23,29 @@ PAIRS = [(law, model) for law in LAWS for model in MODELS if model == "qwen3" or
 
 
 @pytest.mark.parametrize(("law", "model"), PAIRS, ids=[f"{law.title}-{model}" for law, model in PAIRS])
-def test_law(law: Law, model: str, implementation: Any, law_examples: int, request: pytest.FixtureRequest) -> None:
+def test_law(
+    law: Law,
+    model: str,
+    implementation: Any,
+    law_examples: int,
+    law_seed: int,
+    law_database: ExampleDatabase | None,
+) -> None:
     examples = shares(LAWS, law_examples)[law.title]
     if model != "qwen3":
         examples = max(3, round(examples * OTHER_SHARE))
-    seed = request.config.getoption("--seed")
-    result = try_law(law, implementation, model, examples, seed)
+    result = try_law(law, implementation, model, examples, law_seed, database=law_database)
     if result.status is Status.NOT_OFFERED:
         pytest.skip(f"not offered: {' or '.join(law.surfaces)}")
     if result.finding:
         found = result.finding
-        lines = [law.sentence, found.summary, *found.details, f"smallest case: {found.case.to_json()}", f"seed {seed}"]
+        lines = [
+            law.sentence,
+            found.summary,
+            *found.details,
+            f"smallest case: {found.case.to_json()}",
+            f"seed {law_seed}",
+        ]
         pytest.fail("\n".join(lines), pytrace=False)
     assert result.cases > 0
 

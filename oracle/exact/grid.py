@@ -79,7 +79,7 @@ class Arithmetic:
 
     def operand(self, x: Tensor) -> Tensor:
         """x rounded to the nearest multiple of 2^-operand, float64."""
-        return snap(x, self.grid.operand)
+        return level(x, self.grid.operand)
 
     def addend(self, x: Tensor) -> Tensor:
         """x rounded to the nearest multiple of 2^-addend, float64."""
@@ -88,6 +88,11 @@ class Arithmetic:
     def level(self, x: Tensor) -> Tensor:
         """Like ``addend``, but leaves infinities and a mask's -1.8e308 as they are (see ``level``)."""
         return level(x, self.grid.addend)
+
+    def level_(self, x: Tensor) -> Tensor:
+        """``level`` in place, for a float64 result that nobody else holds."""
+        shift = 1.5 * 2.0 ** (MANTISSA_BITS - 1 - self.grid.addend)
+        return x.add_(shift).sub_(shift)
 
     def charge(self, bound: float, fractional_bits: int, operands: Sequence[Tensor]) -> None:
         """Book one reduction whose sum of magnitudes is at most ``bound``; BudgetError beyond 53 bits."""
@@ -109,7 +114,8 @@ class Arithmetic:
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Exact ``a @ b`` of [..., m, k] by [..., k, n], both snapped to the operand grid."""
-        return self.bilinear(torch.matmul, a, b, a.shape[-1])
+        apply = torch.mm if a.dim() == b.dim() == 2 else torch.matmul
+        return self.bilinear(apply, a, b, a.shape[-1])
 
     def bilinear(self, apply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, terms: int) -> Tensor:
         """``apply(a, b)``, whose every element sums ``terms`` products of an element of a and one of b."""
@@ -170,8 +176,11 @@ def largest(x: Tensor) -> float:
     """Largest finite magnitude in x, 0.0 if empty: one pass unless something is not finite."""
     if x.numel() == 0:
         return 0.0
-    most = x.abs().max().item()
-    return most if math.isfinite(most) else finite(x).abs().max().item()
+    if x.dim() > 1 and not x.is_contiguous():
+        x = x.mT  # a transposed matrix is three times slower to search
+    least, most = torch.aminmax(x)
+    bound = max(-least.item(), most.item())
+    return bound if math.isfinite(bound) else finite(x).abs().max().item()
 
 
 def finite(x: Tensor) -> Tensor:

@@ -209,8 +209,9 @@ def _ruled(rule: Rule) -> Handler:
 
 
 def _levelled(exact: Arithmetic, result: Any) -> Any:
-    on_grid = not isinstance(result, Tensor) or not result.is_floating_point()
-    return result if on_grid else exact.level(result)
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    return exact.level_(result) if result.dtype is torch.float64 else exact.level(result)
 
 
 def _in_place(rule: Rule) -> Handler:

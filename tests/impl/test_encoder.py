@@ -106,6 +106,13 @@ def test_a_back_end_that_is_not_installed_is_refused() -> None:
         impl.encode(tiny("qwen3"), pack([[5, 6]]), backend="flash_attn")
 
 
+def test_a_model_that_goes_round_the_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent fall-back would let sequences see each other."""
+    monkeypatch.setattr(attention.AttentionInterface, "get_interface", lambda self, name, default: default)
+    with pytest.raises(BackendError, match="Qwen3Model never called the attention back end sdpa"):
+        impl.encode(tiny("qwen3"), pack([[5, 6]]))
+
+
 def test_the_attention_without_boundaries_is_refused() -> None:
     model = tiny("qwen3")
     with attention.using(model, "sdpa"), pytest.raises(BackendError, match="needs the stream's boundaries"):
