@@ -6,6 +6,7 @@ all lies in another sequence, so any leak, or any boundary in the wrong place, s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -37,7 +38,7 @@ def probe(
     v = torch.arange(total).unsqueeze(1).expand(total, 64).float()
     expected = torch.empty(total)
     starts = packed.cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
         q[start:end] = 16 * codes[i]
         k[start] += codes[i]
         following = (i + 1) % len(lengths)
@@ -66,7 +67,7 @@ def test_sdpa_reads_the_designated_key(lengths: list[int], dtype: torch.dtype, w
 @pytest.mark.parametrize("lengths", MIXES, ids=str)
 def test_a_lost_boundary_shows_as_another_integer(lengths: list[int]) -> None:
     """The founding fault's boundaries: neighbouring one-token sequences merged."""
-    packed, q, k, v, expected = probe(lengths, torch.float32)
+    _packed, q, k, v, expected = probe(lengths, torch.float32)
     merged = pack([[7] * (lengths[0] + lengths[1]), *[[7] * n for n in lengths[2:]]], "given")
     out = attention.sdpa(q, k, v, merged, (-1, -1), 1.0)
     assert not bool((out == expected[:, None, None]).all())
