@@ -37,16 +37,35 @@ def hidden_states(model: PreTrainedModel, packed: Packed, backend: str | None = 
     return states
 
 
+POOLINGS = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean")
+
+
 def pool(states: Tensor, packed: Packed, pooling: str = "last") -> Tensor:
-    """One vector a sequence [n, d], in the caller's order, straight from the stream [T, d]."""
+    """One vector a sequence [n, d], in the caller's order, straight from the stream [T, d].
+
+    pooling: "last" and "cls" gather one token; "max" is per dimension; "mean", "mean_sqrt_len" (the sum
+    over the root of the length) and "weighted_mean" (weights 1, 2, 3, ...) are as in sentence-transformers.
+    """
+    device = states.device
+    places = torch.tensor(packed.places, device=device)
     if pooling == "last":
-        return states[packed.last_tokens().to(states.device)]
-    if pooling == "mean":
-        lengths = torch.tensor(packed.lengths, device=states.device)
-        owner = torch.repeat_interleave(torch.tensor(packed.order, device=states.device), lengths)
-        sums = states.new_zeros(len(packed.lengths), states.shape[1]).index_add(0, owner, states)
-        return sums / lengths[torch.tensor(packed.places, device=states.device)].unsqueeze(1)
-    raise PackingError(f"no pooling {pooling!r}; there are last and mean")
+        return states[packed.last_tokens().to(device)]
+    if pooling == "cls":
+        return states[packed.cu_seqlens[:-1].long().to(device)[places]]
+    lengths = torch.tensor(packed.lengths, device=device)
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    empty = states.new_zeros(len(lengths), states.shape[1])
+    if pooling == "max":
+        index = owner.unsqueeze(1).expand_as(states)
+        return empty.scatter_reduce(0, index, states, "amax", include_self=False)[places]
+    if pooling == "weighted_mean":
+        weight = torch.arange(1, len(owner) + 1, device=device) - packed.cu_seqlens[:-1].long().to(device)[owner]
+        sums = empty.index_add(0, owner, states * weight.unsqueeze(1))
+        return sums[places] / (lengths * (lengths + 1) // 2)[places].unsqueeze(1)
+    if pooling in ("mean", "mean_sqrt_len"):
+        divisor = lengths if pooling == "mean" else lengths.double().sqrt().to(states.dtype)
+        return empty.index_add(0, owner, states)[places] / divisor[places].unsqueeze(1)
+    raise PackingError(f"no pooling {pooling!r}; there are {', '.join(POOLINGS)}")
 
 
 def encode(model: PreTrainedModel, packed: Packed, pooling: str = "last", backend: str | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import attention, encoder, losses, packing
+from impl import attention, cache, distributed, encoder, losses, packing
+
+PAIRS = {
+    "cosine_similarity": losses.cosine_similarity,
+    "contrastive": losses.contrastive,
+    "online_contrastive": losses.online_contrastive,
+}
 
 
 class PaddingFree:
@@ -44,8 +51,39 @@ class PaddingFree:
         return encoder.encode(model, self.pack(model, sequences, layout), pooling, self.backend)
 
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
-        """InfoNCE under ``options`` (temperature, use_batch)."""
-        return losses.infonce(embeddings, labels, options.temperature, options.use_batch)
+        """The loss that ``options`` ask for."""
+        if options.loss in PAIRS:
+            return PAIRS[options.loss](embeddings, labels)
+        if options.matryoshka:
+            return losses.matryoshka(_infonce(options), embeddings, labels, options.matryoshka)
+        return _infonce(options)(embeddings, labels)
+
+    def chunked_loss(self, embeddings: Tensor, labels: Sequence[float], options: Any, chunk: int) -> Tensor:
+        """``loss`` with ``chunk`` anchors at a time."""
+        return replace(_infonce(options), chunk=chunk)(embeddings, labels)
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        """The loss over all ranks' groups, from one rank's rows."""
+        mine = torch.tensor(labels, dtype=embeddings.dtype)
+        return distributed.infonce(_infonce(options), embeddings, mine, group, mean_of_ranks)
+
+    def cached_step(self, model: PreTrainedModel, case: Any, size: int) -> SimpleNamespace:
+        """``step`` by a gradient cache, ``size`` sequences at a time."""
+        sequences = case.sequences
+        batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        first = _first_position(model)
+
+        def embed(batch: Sequence[Sequence[int]]) -> Tensor:
+            packed = packing.pack(batch, first_position=first, vocabulary=model.config.vocab_size)
+            return encoder.encode(model, packed, case.options.pooling, self.backend)
+
+        model.zero_grad()
+        loss, embeddings = cache.cached_backward(embed, batches, lambda e: self.loss(e, case.labels, case.options))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return SimpleNamespace(embeddings=embeddings, loss=loss, gradients=gradients)
 
     def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
         """One training step: embeddings, loss, gradients by name, input gradients by sequence."""
@@ -75,6 +113,20 @@ class PaddingFree:
     def backends(self) -> dict[str, int]:
         """Which attention back ends ran so far, and in how many layers."""
         return dict(attention.ran)
+
+
+def _infonce(options: Any) -> losses.InfoNCE:
+    return losses.InfoNCE(
+        temperature=options.temperature,
+        use_batch=options.use_batch,
+        hard_negatives=options.hard_negatives,
+        resample_seed=options.resample_seed,
+        mask_fake_negative=options.mask_fake_negative,
+        fake_negative_margin=options.fake_negative_margin,
+        include_qq=options.include_qq,
+        include_dd=options.include_dd,
+        paper=options.loss == "qwen3",
+    )
 
 
 def _first_position(model: PreTrainedModel) -> int:

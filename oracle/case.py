@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean")
+PAIR_LOSSES = ("cosine_similarity", "contrastive", "online_contrastive")
+LOSSES = ("infonce", "qwen3", *PAIR_LOSSES)
 SIDES = ("right", "left")
 
 
@@ -20,7 +22,8 @@ class CaseError(ValueError):
 class Group:
     """An anchor, its positive and any number of negatives, each a non-empty tuple of token ids.
 
-    label: the positive's entry in the batch's labels; not zero, since zero marks a negative.
+    label: the positive's entry in the batch's labels; not zero, since zero marks a negative, unless the
+        loss is one of pairs, whose labels it holds.
     """
 
     anchor: tuple[int, ...]
@@ -36,21 +39,47 @@ class Group:
 
 @dataclass(frozen=True)
 class Options:
-    """How embeddings and loss are made of hidden states.
+    """How embeddings and loss are made of hidden states. Defaults are ms-swift 4.6.0's.
 
-    temperature: divides the similarities. use_batch: the other groups' documents are negatives too.
-    pooling: "last" (the last real token, by length) or "mean" (over real tokens); L2-normalised after.
+    pooling: how a sequence's hidden states become one vector, L2-normalised after.
+    loss: which loss; "qwen3" is the Qwen3-Embedding paper's own formula.
+    temperature: divides the similarities, after masking.
+    use_batch: the other groups' documents are negatives too.
+    hard_negatives: every group gets exactly so many; drawn again from its own with ``resample_seed``.
+    mask_fake_negative, fake_negative_margin: drop negatives more similar than the positive plus margin.
+    include_qq: other anchors are negatives. include_dd: documents against the own positive.
+    matryoshka: (dimensions, weight) pairs; the loss of each prefix, renormalised, weighted and summed.
     """
 
     temperature: float = 0.1
     use_batch: bool = True
     pooling: str = "last"
+    loss: str = "infonce"
+    hard_negatives: int | None = None
+    resample_seed: int = 0
+    mask_fake_negative: bool = False
+    fake_negative_margin: float = 0.1
+    include_qq: bool = False
+    include_dd: bool = False
+    matryoshka: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise CaseError(f"temperature must be positive, found {self.temperature}")
         if self.pooling not in POOLINGS:
             raise CaseError(f"pooling must be one of {', '.join(POOLINGS)}, found {self.pooling!r}")
+        if self.loss not in LOSSES:
+            raise CaseError(f"loss must be one of {', '.join(LOSSES)}, found {self.loss!r}")
+        if self.hard_negatives is not None and self.hard_negatives < 1:
+            raise CaseError(f"hard_negatives must be at least 1, found {self.hard_negatives}")
+        for dimensions, _ in self.matryoshka:
+            if dimensions < 1:
+                raise CaseError(f"matryoshka dimensions must be positive, found {dimensions}")
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the loss compares pairs of rows rather than groups."""
+        return self.loss in PAIR_LOSSES
 
 
 @dataclass(frozen=True)
@@ -111,7 +140,9 @@ class Case:
         if not self.groups:
             raise CaseError("a case needs at least one group")
         for g, group in enumerate(self.groups):
-            if group.label == 0:
+            if self.options.of_pairs and group.negatives:
+                raise CaseError(f"group {g} has negatives; {self.options.loss} compares pairs")
+            if group.label == 0 and not self.options.of_pairs:
                 raise CaseError(f"group {g}: label 0 marks a negative, a positive's label must not be 0")
             for name, ids in zip(_names(group), group.sequences, strict=True):
                 if not ids:
@@ -148,7 +179,7 @@ class Case:
                 groups=tuple(_group(g) for g in raw["groups"]),
                 rows=Rows(**raw.get("rows", {})),
                 stream=Stream(**_tuples(raw.get("stream", {}), "order")),
-                options=Options(**raw.get("options", {})),
+                options=Options(**_options(raw.get("options", {}))),
                 model=raw.get("model", cls.model),
                 seed=raw.get("seed", cls.seed),
             )
@@ -200,6 +231,11 @@ def _group(raw: dict[str, Any]) -> Group:
         raise CaseError(f"not a case: unknown group fields {sorted(unknown)}")
     negatives = tuple(tuple(n) for n in raw.get("negatives", ()))
     return Group(tuple(raw["anchor"]), tuple(raw["positive"]), negatives, raw.get("label", 1.0))
+
+
+def _options(raw: dict[str, Any]) -> dict[str, Any]:
+    pairs = tuple((int(dimensions), float(weight)) for dimensions, weight in raw.get("matryoshka", ()))
+    return {**raw, "matryoshka": pairs}
 
 
 def _tuples(raw: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oracle.case import Case, Options, Stream
 
-SURFACES = ("boundaries", "encode", "loss", "step")
+SURFACES = ("boundaries", "encode", "loss", "step", "chunked_loss", "cached_step", "rank_loss")
 
 
 class Implementation(Protocol):
@@ -37,12 +37,30 @@ class Implementation(Protocol):
         ...
 
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Options) -> Tensor:
-        """InfoNCE, a scalar; raises where labels and rows do not fit."""
+        """The loss that ``options`` ask for, a scalar; raises where labels and rows do not fit.
+
+        NotImplementedError for options that are not known."""
         ...
 
     def step(self, model: PreTrainedModel, case: Case) -> Any:
         """Forward, loss and backward: an object with ``embeddings`` [n, d], ``loss``, ``gradients`` by
         parameter name and, if it likes, ``input_gradients``, one [length, d] a sequence."""
+        ...
+
+    def chunked_loss(self, embeddings: Tensor, labels: Sequence[float], options: Options, chunk: int) -> Tensor:
+        """``loss`` computed with ``chunk`` groups at a time."""
+        ...
+
+    def cached_step(self, model: PreTrainedModel, case: Case, size: int) -> Any:
+        """``step`` by a gradient cache: ``size`` sequences at a time, one loss over all."""
+        ...
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Options, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        """The loss over all ranks' groups from this rank's rows, called in a process of its own under
+        torch.distributed; the mean of the ranks' gradients must be the whole batch's. Other processes
+        load the object by its class's name, or by an attribute ``specification``."""
         ...
 
 

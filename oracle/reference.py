@@ -77,12 +77,31 @@ def padded_hidden(model: PreTrainedModel, batch: PaddedRows) -> Tensor:
 
 
 def pool(hidden: Tensor, batch: PaddedRows, pooling: str) -> Tensor:
-    """One vector a row: [n, width, d] -> [n, d]."""
-    if pooling == "last":
+    """One vector a row: [n, width, d] -> [n, d]; as in sentence-transformers' Pooling."""
+    if pooling == "last":  # pool_one for all rows at once
         return hidden[torch.arange(len(hidden)), torch.tensor(batch.last)]
+    rows = [
+        pool_one(hidden[i, a : b + 1], pooling) for i, (a, b) in enumerate(zip(batch.first, batch.last, strict=True))
+    ]
+    return torch.stack(rows)
+
+
+def pool_one(states: Tensor, pooling: str) -> Tensor:
+    """The vector [d] of one sequence's real hidden states [length, d]."""
+    length = len(states)
+    if pooling == "last":
+        return states[length - 1]
+    if pooling == "cls":
+        return states[0]
+    if pooling == "max":
+        return states.amax(dim=0)
     if pooling == "mean":
-        real = batch.attention_mask.to(hidden.device).unsqueeze(-1)
-        return hidden.masked_fill(real == 0, 0.0).sum(dim=1) / real.sum(dim=1)
+        return states.sum(dim=0) / length
+    if pooling == "mean_sqrt_len":
+        return states.sum(dim=0) / length**0.5
+    if pooling == "weighted_mean":  # the token at position i (from 0) has weight i + 1
+        weights = torch.arange(1, length + 1, device=states.device).unsqueeze(1)
+        return (states * weights).sum(dim=0) / int(weights.sum())
     raise InputError(f"no pooling {pooling!r}")
 
 
@@ -112,7 +131,7 @@ def step(model: PreTrainedModel, case: Case, layout: Rows | None = None) -> Outc
     check_model(model)
     with input_probe(model) as probe:
         embeddings = encode(model, case.sequences, layout, case.options.pooling, kind(case.model).first_position)
-        loss = losses.infonce(embeddings, case.labels, case.options)
+        loss = losses.loss(embeddings, case.labels, case.options)
         model.zero_grad()
         loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -6,11 +6,12 @@ powers of two; so these come often. Everything shrinks towards ones, two sequenc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import strategies as st
 
-from oracle.case import Case, Options, Rows, Stream, from_lengths
+from oracle.case import PAIR_LOSSES, Case, Group, Options, Rows, Stream, from_lengths
 from oracle.models import VOCABULARY
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33)
@@ -64,6 +65,39 @@ def options(pooling: str = "last") -> st.SearchStrategy[Options]:
     """Temperatures in use, powers of two and others, with and without the rest of the batch."""
     temperatures = st.sampled_from([0.1, 1.0, 0.05, 0.01, 0.5])
     return st.builds(Options, temperatures, st.booleans(), st.just(pooling))
+
+
+@cache
+def group_options(loss: str = "infonce") -> st.SearchStrategy[Options]:
+    """Every option of the losses over groups."""
+    return st.builds(
+        Options,
+        temperature=st.sampled_from([0.1, 1.0, 0.05]),
+        use_batch=st.sampled_from([True, True, True, False]),
+        loss=st.just(loss),
+        mask_fake_negative=st.booleans(),
+        fake_negative_margin=st.sampled_from([0.1, 0.0, 0.25]),
+        include_qq=st.booleans(),
+        include_dd=st.booleans(),
+    )
+
+
+@st.composite
+def loss_cases(draw: st.DrawFn, loss: str, model: str = "qwen3", least_groups: int = 1) -> Case:
+    """Cases for laws on losses alone: the sequences only count."""
+    if loss in PAIR_LOSSES:
+        labels = draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8))
+        pairs = tuple(Group((3,), (4,), label=label) for label in labels)
+        return Case(pairs, options=Options(loss=loss), model=model, seed=draw(st.integers(0, 30)))
+    sizes = draw(st.lists(st.integers(0, 4), min_size=least_groups, max_size=6))
+    chosen = draw(group_options("qwen3" if loss == "qwen3" else "infonce"))
+    if loss == "hard_negatives":
+        sizes = [max(1, size) for size in sizes]
+        chosen = replace(chosen, hard_negatives=draw(st.integers(1, 4)), resample_seed=draw(st.integers(0, 3)))
+    if loss == "matryoshka":
+        chosen = replace(chosen, matryoshka=draw(st.sampled_from([((4, 1.0),), ((8, 0.5), (16, 1.0))])))
+    groups_ = tuple(Group((3,), (4,), tuple((5,) for _ in range(size))) for size in sizes)
+    return Case(groups_, options=chosen, model=model, seed=draw(st.integers(0, 30)))
 
 
 @st.composite

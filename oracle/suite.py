@@ -26,7 +26,6 @@ from oracle.exact import ExactError, exact
 from oracle.laws import LAWS, Broken, Law, VacuousError
 from oracle.models import tiny
 from oracle.outcome import compare
-from oracle.strategies import cases
 
 Progress = Callable[[Law, int], None]
 
@@ -211,7 +210,7 @@ def try_law(
         phases=[Phase.reuse, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    run = hypothesis.seed(seed)(configured(given(cases(model=model, **law.draw))(every_case)))
+    run = hypothesis.seed(seed)(configured(given(law.strategy(model))(every_case)))
 
     start = time.perf_counter()
     try:

@@ -113,7 +113,7 @@ def _step(implementation: Any, model: Any, case: Case) -> Outcome:
         made = implementation.step(model, case)
         return Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
     embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
-    loss = losses.infonce(embeddings, case.labels, case.options)
+    loss = losses.loss(embeddings, case.labels, case.options)
     model.zero_grad()
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

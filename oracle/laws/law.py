@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis.strategies import SearchStrategy
+
 from oracle.case import Case
+from oracle.strategies import cases, loss_cases
 
 Check = Callable[[Any, Case], None]
 
@@ -35,7 +38,7 @@ class Law:
 
     family, name: as in ``agreement.embeddings_equal_the_padded_ones``. sentence: the docstring's first
     line. surfaces: any one of them suffices. check: returns, or raises ``Broken``. draw: options of
-    ``strategies.cases``. share: cases drawn, relative to other laws.
+    ``strategies.cases``, or with ``loss`` of ``strategies.loss_cases``. share: cases drawn, relative to other laws.
     """
 
     family: str
@@ -45,6 +48,10 @@ class Law:
     check: Check
     draw: dict[str, Any] = field(default_factory=dict)
     share: int = 10
+
+    def strategy(self, model: str) -> SearchStrategy[Case]:
+        """The cases it is tried on."""
+        return (loss_cases if "loss" in self.draw else cases)(model=model, **self.draw)
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracle import losses
-from oracle.case import Case
+from oracle.case import Case, Options
 from oracle.exact import exact
 from oracle.laws.law import Broken, law
 from oracle.outcome import gap, same
@@ -32,14 +32,12 @@ def _loss(implementation: Any, embeddings: Tensor, labels: list[float], case: Ca
     return loss.detach(), leaf.grad
 
 
-@law("loss", share=60, contrast=True, longest=1)
-def the_loss_equals_its_definition(implementation: Any, case: Case) -> None:
-    """InfoNCE and its gradient equal the plain loops over groups, bit for bit."""
+def _equals_definition(implementation: Any, case: Case) -> None:
     rows = unit_rows(len(case.sequences), case.seed)
     with exact():
         found, gradient = _loss(implementation, rows, case.labels, case)
         leaf = rows.clone().requires_grad_()
-        expected = losses.infonce(leaf, case.labels, case.options)
+        expected = losses.loss(leaf, case.labels, case.options)
         expected.backward()
     assert leaf.grad is not None
     if not same(expected.detach(), found):
@@ -49,6 +47,54 @@ def the_loss_equals_its_definition(implementation: Any, case: Case) -> None:
         raise Broken(
             f"the gradient of embedding {row} is off by {gap(leaf.grad[row], gradient[row]):.3g}", _shown(case)
         )
+
+
+@law("loss", share=50, contrast=True, longest=1)
+def infonce_equals_its_definition(implementation: Any, case: Case) -> None:
+    """InfoNCE and its gradient equal the plain loops over groups, bit for bit."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=40, loss="infonce")
+def every_option_equals_its_definition(implementation: Any, case: Case) -> None:
+    """So they do with fake-negative masking, other anchors and documents against the positive."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=30, loss="hard_negatives")
+def hard_negatives_are_kept_and_drawn_again_as_defined(implementation: Any, case: Case) -> None:
+    """A fixed number of hard negatives: the first ones kept, missing ones drawn from the group's own."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=15, loss="matryoshka")
+def matryoshka_equals_its_definition(implementation: Any, case: Case) -> None:
+    """The weighted losses of renormalised prefixes, summed."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=30, loss="qwen3")
+def the_papers_formula_equals_its_definition(implementation: Any, case: Case) -> None:
+    """The Qwen3-Embedding report's own loss and gradient, bit for bit."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=10, loss="cosine_similarity")
+def cosine_similarity_equals_its_definition(implementation: Any, case: Case) -> None:
+    """The mean squared error of cosines against labels."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=10, loss="contrastive")
+def contrastive_equals_its_definition(implementation: Any, case: Case) -> None:
+    """The contrastive loss of pairs."""
+    _equals_definition(implementation, case)
+
+
+@law("loss", share=15, loss="online_contrastive")
+def online_contrastive_equals_its_definition(implementation: Any, case: Case) -> None:
+    """The contrastive loss of hard pairs only."""
+    _equals_definition(implementation, case)
 
 
 @law("loss", share=30, contrast=True, longest=1)
@@ -92,4 +138,7 @@ def labels_that_do_not_fit_are_refused(implementation: Any, case: Case) -> None:
 
 def _shown(case: Case) -> list[str]:
     sizes = [len(group.sequences) for group in case.groups]
-    return [f"groups of {sizes} rows, temperature {case.options.temperature}, use_batch {case.options.use_batch}"]
+    default = Options()
+    chosen = {k: v for k, v in vars(case.options).items() if v != getattr(default, k)}
+    told = ", ".join(f"{k} {v}" for k, v in chosen.items()) or "the defaults"
+    return [f"groups of {sizes} rows, labels {case.labels}; options: {told}"]

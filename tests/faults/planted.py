@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import Packed, PaddingFree, encoder
+from impl import Packed, PaddingFree, distributed, encoder, losses
+from oracle.case import Stream
 from tests.faults.founding import StrictDecrease
 
 Sequences = Sequence[Sequence[int]]
@@ -204,6 +205,164 @@ class SurplusRowsIgnored(PaddingFree):
         return super().loss(embeddings[torch.arange(needed) % len(embeddings)], labels, options)
 
 
+class MaskedAfterDivision(PaddingFree):
+    """Fake negatives are looked for among the logits, after the temperature has divided them."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if options.mask_fake_negative:
+            options = replace(options, fake_negative_margin=options.fake_negative_margin * options.temperature)
+        return super().loss(embeddings, labels, options)
+
+
+class PositiveResampled(PaddingFree):
+    """Missing hard negatives are drawn from positive and negatives but the last (ms-swift up to 4.5.3)."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if options.hard_negatives is None:
+            return super().loss(embeddings, labels, options)
+        starts, sizes = losses.groups(labels, len(embeddings))
+        generator = torch.Generator().manual_seed(options.resample_seed)
+        rows, wanted = [], []
+        for start, size in zip(starts, sizes, strict=True):
+            own = list(range(start + 1, start + 1 + size))
+            missing = max(0, options.hard_negatives - (size - 1))
+            drawn = torch.randint(size - 1, (missing,), generator=generator).tolist()
+            rows += [start, *own[: options.hard_negatives + 1], *(own[i] for i in drawn)]
+            wanted += [1.0, *[0.0] * options.hard_negatives]
+        return super().loss(embeddings[torch.tensor(rows)], wanted, replace(options, hard_negatives=None))
+
+
+class PrefixNotRenormalised(PaddingFree):
+    """A Matryoshka prefix is used as it is, shorter than one."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if not options.matryoshka:
+            return super().loss(embeddings, labels, options)
+        plain = replace(options, matryoshka=())
+        return torch.stack(
+            [
+                w * super(PrefixNotRenormalised, self).loss(embeddings[:, :d], labels, plain)
+                for d, w in options.matryoshka
+            ]
+        ).sum()
+
+
+class SwiftForPaper(PaddingFree):
+    """ms-swift's options taken for the paper's formula: the positive meets its own negatives, unmasked."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if options.loss == "qwen3":
+            options = replace(
+                options, loss="infonce", include_qq=True, include_dd=True, mask_fake_negative=True, use_batch=True
+            )
+        return super().loss(embeddings, labels, options)
+
+
+class DistanceForCosine(PaddingFree):
+    """The labels are compared with the distance, not with the cosine."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if options.loss == "cosine_similarity":
+            return super().loss(embeddings, [1 - label for label in labels], options)
+        return super().loss(embeddings, labels, options)
+
+
+class ContrastiveWithoutHalf(PaddingFree):
+    """The contrastive loss without its factor of one half."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        return super().loss(embeddings, labels, options) * (2 if options.loss == "contrastive" else 1)
+
+
+class EveryPairIsHard(PaddingFree):
+    """The online contrastive loss without its choice of hard pairs."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if options.loss == "online_contrastive":
+            return losses.contrastive(embeddings, labels) * 2 * len(labels)
+        return super().loss(embeddings, labels, options)
+
+
+class ChunkLocalTargets(PaddingFree):
+    """Each chunk looks for its positives as if it were the first."""
+
+    def chunked_loss(self, embeddings: Tensor, labels: Sequence[float], options: Any, chunk: int) -> Tensor:
+        starts, sizes = losses.groups(labels, len(embeddings))
+        anchors = torch.tensor(starts)
+        kept = torch.ones(len(embeddings), dtype=torch.bool).index_fill(0, anchors, False)
+        documents, first = embeddings[kept], torch.tensor([0, *sizes[:-1]]).cumsum(0)
+        total = embeddings.sum() * 0
+        for piece in anchors.split(chunk):
+            logits = embeddings[piece] @ documents.T / options.temperature
+            total = total + torch.nn.functional.cross_entropy(logits, first[: len(piece)], reduction="sum")
+        return total / len(starts)
+
+
+class LastMiniBatchOnly(PaddingFree):
+    """The second pass goes over the last mini-batch alone (sentence-transformers pull request 3854)."""
+
+    def cached_step(self, model: PreTrainedModel, case: Any, size: int) -> SimpleNamespace:
+        batches = [case.sequences[i : i + size] for i in range(0, len(case.sequences), size)]
+        with torch.no_grad():
+            pieces = [self.encode(model, batch, Stream(), case.options.pooling) for batch in batches]
+        leaf = torch.cat(pieces).requires_grad_()
+        loss = self.loss(leaf, case.labels, case.options)
+        loss.backward()
+        assert leaf.grad is not None
+        model.zero_grad()
+        last = self.encode(model, batches[-1], Stream(), case.options.pooling)
+        last.backward(gradient=leaf.grad[-len(last) :])
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return SimpleNamespace(embeddings=leaf.detach(), loss=loss.detach(), gradients=gradients)
+
+
+class GradientOverRanks(PaddingFree):
+    """The loss over all ranks is right; averaging leaves 1/W of its gradient (ms-swift up to 4.5.3)."""
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        right = super().rank_loss(embeddings, labels, options, group, mean_of_ranks)
+        wrong = right / torch.distributed.get_world_size(group)
+        return right.detach() + (wrong - wrong.detach())
+
+
+class MeanOfAllGroups(PaddingFree):
+    """The mean over all groups where the mean of the ranks' means was asked for."""
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        return super().rank_loss(embeddings, labels, options, group, False)
+
+
+class LocalLabels(PaddingFree):
+    """Rows are gathered, labels are not (ms-swift pull request 10069)."""
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        rows, _ = distributed.gather(embeddings, torch.tensor(labels, dtype=embeddings.dtype), group)
+        return distributed.for_averaging(self.loss(rows[: len(embeddings)], labels, options), group)
+
+
+class PositivesFirst(PaddingFree):
+    """Documents are gathered with all positives before all negatives (sentence-transformers 3453)."""
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        rows, everybodys = distributed.gather(embeddings, torch.tensor(labels, dtype=embeddings.dtype), group)
+        starts, _ = losses.groups(everybodys, len(rows))
+        positives = torch.tensor(starts) + 1
+        others = [r for r in range(len(rows)) if r not in starts and r not in positives.tolist()]
+        documents = torch.cat([rows[torch.tensor(starts) + 1].flip(0), rows[torch.tensor(others, dtype=torch.int64)]])
+        logits = rows[torch.tensor(starts)] @ documents.T / options.temperature
+        loss = torch.nn.functional.cross_entropy(logits, torch.arange(len(starts)))
+        return distributed.for_averaging(loss, group)
+
+
 PLANTED: dict[str, type[PaddingFree]] = {
     "boundaries.lengths_are_recovered": StrictDecrease,
     "boundaries.slots_at_the_tail_change_nothing": TailSlotsCounted,
@@ -221,7 +380,27 @@ PLANTED: dict[str, type[PaddingFree]] = {
     "agreement.embeddings_equal_each_sequence_alone": FirstKeyDropped,
     "agreement.the_last_token_is_pooled": FirstTokenPooled,
     "agreement.a_training_step_equals_the_padded_one": HalfGradient,
-    "losses.the_loss_equals_its_definition": TemperatureMultiplied,
+    "losses.infonce_equals_its_definition": TemperatureMultiplied,
+    "losses.every_option_equals_its_definition": MaskedAfterDivision,
+    "losses.hard_negatives_are_kept_and_drawn_again_as_defined": PositiveResampled,
+    "losses.matryoshka_equals_its_definition": PrefixNotRenormalised,
+    "losses.the_papers_formula_equals_its_definition": SwiftForPaper,
+    "losses.cosine_similarity_equals_its_definition": DistanceForCosine,
+    "losses.contrastive_equals_its_definition": ContrastiveWithoutHalf,
+    "losses.online_contrastive_equals_its_definition": EveryPairIsHard,
     "losses.the_order_of_groups_does_not_matter": FirstGroupTwice,
     "losses.labels_that_do_not_fit_are_refused": SurplusRowsIgnored,
+    "replay.a_chunked_loss_equals_the_whole_one": ChunkLocalTargets,
+    "replay.a_gradient_cache_equals_the_plain_step": LastMiniBatchOnly,
+    "ranks.the_loss_and_gradient_over_ranks_are_one_processs": GradientOverRanks,
+    "ranks.the_mean_of_the_ranks_means_is_offered_under_its_name": MeanOfAllGroups,
 }
+
+# More faults than one for a law: law -> faults.
+FURTHER: list[tuple[str, type[PaddingFree]]] = [
+    ("ranks.the_loss_and_gradient_over_ranks_are_one_processs", LocalLabels),
+    ("ranks.the_loss_and_gradient_over_ranks_are_one_processs", PositivesFirst),
+    ("agreement.a_training_step_equals_the_padded_one", FirstKeyDropped),
+    ("agreement.embeddings_equal_the_padded_ones", PositionsNeverReset),
+    ("isolation.order_does_not_matter", NoBoundariesInAttention),
+]

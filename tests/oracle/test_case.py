@@ -45,7 +45,7 @@ def test_sequences_labels_and_lengths_in_row_order() -> None:
         (lambda: Case((Group((1,), (2,), label=0),)), "group 0: label 0 marks a negative"),
         (lambda: Options(temperature=0), "temperature must be positive"),
         (lambda: Options(temperature=float("nan")), "temperature must be positive"),
-        (lambda: Options(pooling="best"), "pooling must be one of last, mean"),
+        (lambda: Options(pooling="best"), "pooling must be one of last, mean, cls"),
         (lambda: Rows("top"), "side must be right or left"),
         (lambda: Rows(extra=-1), "cannot be negative"),
         (lambda: Stream(tail=0), "multiples must be at least 1"),
