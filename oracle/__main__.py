@@ -1,9 +1,10 @@
-"""python -m oracle: check an implementation, or replay a counter-example."""
+"""python -m oracle: check an implementation, replay a counter-example, compare golden files."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from oracle import founding, report, suite
+from oracle import founding, golden, report, suite
 from oracle.case import Case, CaseError
 from oracle.contract import ImplementationError, load
 from oracle.exact import ExactError
@@ -40,6 +41,13 @@ def parser() -> argparse.ArgumentParser:
     replay = commands.add_parser("replay", help="run one saved counter-example again")
     replay.add_argument("file", type=Path, help="as saved by check")
     replay.add_argument("--implementation", help="another implementation than the file's")
+    frozen = commands.add_parser(
+        "golden", help="oracle and implementation against golden/; exit 0 all equal, 1 something differs"
+    )
+    frozen.add_argument("action", choices=("compare", "update"))
+    frozen.add_argument("--update", action="store_true", help="the same as the action update")
+    frozen.add_argument("--implementation", default=OURS, help=f"package.module:Object (default {OURS})")
+    frozen.add_argument("--folder", type=Path, default=golden.FOLDER, help="where the files are (default golden)")
     return whole
 
 
@@ -98,16 +106,36 @@ def replay(arguments: argparse.Namespace, console: Console) -> int:
     return HOLDS
 
 
+def compare_golden(arguments: argparse.Namespace, console: Console) -> int:
+    """Compares with the golden files, or writes them anew."""
+    if arguments.update or arguments.action == "update":
+        lines = golden.update(arguments.folder)
+        for line in lines:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        verdict = (
+            f"GOLDEN {len(lines)} files changed: look at every one before you commit" if lines else "GOLDEN unchanged"
+        )
+        console.print(verdict, highlight=False)
+        return BROKEN if lines else HOLDS
+    found = golden.compare(load(arguments.implementation), arguments.folder)
+    for line in report.golden_lines(found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file:
+            file.write(report.golden_markdown(found))
+    return HOLDS if found.holds else BROKEN
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     arguments = parser().parse_args(argv)
     sys.path.insert(0, str(Path.cwd()))  # an implementation in the current folder can be named
     torch.set_num_threads(1)  # with two threads the tiny models run many times slower
     console = Console()
-    run = {"check": check, "replay": replay}[arguments.command]
+    run = {"check": check, "replay": replay, "golden": compare_golden}[arguments.command]
     try:
         return run(arguments, console)
-    except (ImplementationError, UnknownModelError, CaseError) as error:
+    except (ImplementationError, UnknownModelError, CaseError, golden.GoldenError) as error:
         Console(stderr=True).print(f"could not run: {error}", highlight=False, markup=False, soft_wrap=True)
     except (suite.HarnessError, ExactError, VacuousError) as error:
         Console(stderr=True).print(

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from oracle.golden import Comparison
 from oracle.laws import Law
 from oracle.suite import Finding, Report, Status
 
@@ -77,3 +78,30 @@ def finding(console: Console, found: Finding, sentence: str, saved: Path) -> Non
         f"  Replay: python -m oracle replay {saved}",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+# --- golden files -----------------------------------------------------------------------------------
+
+
+def golden_verdict(found: Comparison) -> str:
+    """One line."""
+    differing = len({change.name for change in found.changes})
+    return f"GOLDEN {found.checked} cases, {differing} differ, {len(found.missing)} missing, {len(found.unused)} unused"
+
+
+def golden_lines(found: Comparison) -> list[str]:
+    """Everything that differs: which case, which tensor, the first differing sequence, old and new."""
+    lines = [f"{c.name}, {c.who}, {c.tensor}: {c.told}" for c in found.changes]
+    lines += [f"{name}: its files are missing; nox -s golden -- --update writes them" for name in found.missing]
+    lines += [f"{name}: no case asks for this file" for name in found.unused]
+    return [*lines, golden_verdict(found)]
+
+
+def golden_markdown(found: Comparison) -> str:
+    """A table for a pull request's job summary."""
+    rows = ["| case | who | tensor | what changed |", "|---|---|---|---|"]
+    rows += [f"| {c.name} | {c.who} | {c.tensor} | {c.told.replace('|', ' ')} |" for c in found.changes]
+    rows += [f"| {name} | file | | missing |" for name in found.missing]
+    rows += [f"| {name} | file | | unused |" for name in found.unused]
+    table_ = "\n".join(rows) if len(rows) > 2 else "Oracle and implementation equal every golden file in every bit."
+    return f"## Golden files\n\n{golden_verdict(found)}\n\n{table_}\n"

@@ -59,7 +59,11 @@ def _judge(implementation: Any, case: Case, expected_loss: Any, mean_of_ranks: b
 @law("rank_loss", share=8, loss="infonce", least_groups=4)
 def the_loss_and_gradient_over_ranks_are_one_processs(implementation: Any, case: Case) -> None:
     """Every rank has the whole batch's loss, and the averaged gradient is the whole batch's, bit for bit."""
-    _judge(implementation, case, lambda leaf, spread: losses.loss(leaf, case.labels, case.options), False)
+
+    def expected(leaf: Tensor, _: list[tuple[Group, ...]]) -> Tensor:
+        return losses.loss(leaf, case.labels, case.options)
+
+    _judge(implementation, case, expected, False)
 
 
 @law("rank_loss", share=3, loss="infonce", least_groups=4)

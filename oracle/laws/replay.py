@@ -9,9 +9,9 @@ from oracle.case import Case
 from oracle.exact import exact
 from oracle.laws.law import Broken, law
 from oracle.laws.losses import unit_rows
+from oracle.losses import loss as by_definition
 from oracle.models import tiny
 from oracle.outcome import Outcome, compare, gap, same
-from oracle.losses import loss as by_definition
 
 
 def _piece(case: Case, whole: int) -> int:
