@@ -1,4 +1,4 @@
-"""Sessions: check, tests, golden, lint, portability, nightly. Each installs, then runs; what follows -- is passed on."""
+"""Sessions: check, tests, golden, lint, portability, nightly. Each installs, then runs; posargs are passed on."""
 
 import nox
 

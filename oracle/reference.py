@@ -98,7 +98,7 @@ def pool_one(states: Tensor, pooling: str) -> Tensor:
     if pooling == "mean":
         return states.sum(dim=0) / length
     if pooling == "mean_sqrt_len":
-        return states.sum(dim=0) / length**0.5
+        return states.sum(dim=0) / torch.tensor(float(length), dtype=torch.float64).sqrt()
     if pooling == "weighted_mean":  # the token at position i (from 0) has weight i + 1
         weights = torch.arange(1, length + 1, device=states.device).unsqueeze(1)
         return (states * weights).sum(dim=0) / int(weights.sum())

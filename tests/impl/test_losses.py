@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from impl import infonce
 from impl.errors import EmbeddingError, LabelError
+from impl.losses import InfoNCE, contrastive, cosine_similarity, matryoshka, online_contrastive
+from oracle.case import Options
+from oracle.losses import qwen3
 
 ROWS = torch.tensor([[1, 0], [0.8, 0.6], [0, 1], [0, 1], [0.6, 0.8], [1, 0]], dtype=torch.float64)
 LABELS = [1.0, 0.0, 1.0, 0.0]
@@ -37,8 +45,78 @@ def test_labels_that_do_not_fit_are_refused(labels: list[float], rows: int, mess
         infonce(torch.zeros(rows, 2), labels)
 
 
+def test_hard_negatives_without_any_are_refused() -> None:
+    with pytest.raises(LabelError, match="group 1 has no negative where 2 hard negatives are asked for"):
+        InfoNCE(hard_negatives=2)(ROWS[:5], [1.0, 0.0, 1.0])
+
+
+def test_zero_is_refused() -> None:
+    rows = ROWS.clone()
+    rows[3] = 0
+    with pytest.raises(EmbeddingError, match="embedding 3 of group 1 is zero"):
+        infonce(rows, LABELS)
+
+
+@pytest.mark.parametrize("loss", [cosine_similarity, contrastive, online_contrastive])
+def test_pairs_that_do_not_fit_are_refused(loss: Callable[..., Tensor]) -> None:
+    with pytest.raises(LabelError, match="6 embeddings do not fit 2 pairs, which need 4"):
+        loss(ROWS, [1, 0])
+    if loss is online_contrastive:
+        with pytest.raises(LabelError, match=r"pair 1 has the label 0\.5"):
+            loss(ROWS, [1, 0.5, 0])
+
+
+def test_matryoshka_needs_the_dimensions() -> None:
+    with pytest.raises(EmbeddingError, match="matryoshka asks for 3 dimensions of 2"):
+        matryoshka(InfoNCE(), ROWS, LABELS, [(3, 1.0)])
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_equal_texts_are_known_by_identity(paper: bool) -> None:
+    identities = ["a", "b", "c", "d", "b", "e"]
+    options = Options(loss="qwen3", temperature=1.0)
+    loss = InfoNCE(temperature=1.0, paper=paper)
+    if paper:
+        assert loss(ROWS, LABELS, identities).item() == pytest.approx(qwen3(ROWS, LABELS, options, identities).item())
+        assert loss(ROWS, LABELS, identities).item() != pytest.approx(loss(ROWS, LABELS).item())
+    else:
+        assert loss(ROWS, LABELS, identities).item() == loss(ROWS, LABELS).item()
+
+
+class _Widest(TorchDispatchMode):
+    """The largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"include_qq": True, "include_dd": True, "mask_fake_negative": True}, {"paper": True}]
+)
+def test_chunks_never_hold_more_than_their_rows_of_similarities(options: dict[str, Any]) -> None:
+    count, width, chunk = 64, 8, 4
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(3 * count, width, generator=generator)).requires_grad_()
+    labels = [1.0, 0.0] * count
+    widest = {}
+    for size in (None, chunk):
+        with _Widest() as mode:
+            InfoNCE(chunk=size, **options)(rows, labels).backward()
+        widest[size] = mode.elements
+    parts = (2 if options else 1) * 2 * count + (count if options else 0)
+    assert widest[None] == count * parts, "vacuous: the plain form holds all similarities"
+    assert widest[chunk] <= max(chunk * parts, 3 * count * width)
+
+
 def test_nan_is_refused_by_row() -> None:
     rows = ROWS.clone()
     rows[3, 0] = float("nan")
-    with pytest.raises(EmbeddingError, match="embedding 3 holds NaN"):
+    with pytest.raises(EmbeddingError, match="embedding 3 of group 1 holds NaN"):
         infonce(rows, LABELS)

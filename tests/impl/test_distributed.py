@@ -1,0 +1,88 @@
+"""A real data-parallel step over gloo processes against one process, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import impl
+from impl import distributed
+from impl.losses import InfoNCE
+from oracle import exact, reference
+from oracle.case import Case, Options, Rows, from_lengths
+from oracle.models import tiny
+from oracle.outcome import same
+from oracle.ranks import loss_scale
+
+torch.set_num_threads(1)
+use_batch, averaged = sys.argv[1] == "shared", sys.argv[2] == "right"
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+case = from_lengths([[3, 1, 7], [1, 1], [12, 1, 1, 5], [2, 4], [1, 1, 1]], options=Options(use_batch=use_batch))
+mine = case.groups[rank : rank + 1] if rank < world - 1 else case.groups[world - 1 :]
+share, model = Case(mine, options=case.options), tiny("qwen3")
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def forward(self, sequences):
+        return impl.encode(self.model, impl.pack(sequences))
+
+
+trainer = DistributedDataParallel(Encoder())
+with exact(loss_scale=loss_scale(world)):
+    embeddings = trainer(share.sequences)
+    labels = torch.tensor(share.labels, dtype=torch.float64)
+    loss = distributed.infonce(InfoNCE(use_batch=use_batch), embeddings, labels)
+    (loss if averaged else loss / world).backward()
+found = {n: p.grad.clone() for n, p in model.named_parameters()}
+model.zero_grad()
+with exact():
+    expected = reference.step(model, case, Rows())
+wrong = [n for n in expected.gradients if not same(expected.gradients[n], found[n])]
+print(f"rank {rank} loss {same(expected.loss, loss.detach())} gradients {len(found)} wrong {len(wrong)}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _launch(world: int, *arguments: str) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world}",
+        "--no-python",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", SCRIPT, *arguments],
+        env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "kind"), [(2, "shared"), (4, "shared"), (2, "own")])
+def test_ddps_averaged_gradients_are_one_processs_in_every_bit(world: int, kind: str) -> None:
+    assert _launch(world, kind, "right") == [f"rank {r} loss True gradients 24 wrong 0" for r in range(world)]
+
+
+@pytest.mark.slow
+def test_a_gradient_divided_by_the_ranks_is_seen() -> None:
+    lines = _launch(2, "shared", "wrong")
+    assert all("loss True" in line and "wrong 24" in line for line in lines), lines
