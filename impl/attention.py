@@ -141,10 +141,29 @@ for _name, _backend in BACKENDS.items():
     AttentionInterface.register(PREFIX + _name, _interface(_name, _backend))
 
 
+def install(model: PreTrainedModel, backend: str | None = None) -> None:
+    """Gives the model padding-free attention for good, and takes its cache away.
+
+    Needed with gradient checkpointing, which computes layers again when the forward pass is long over.
+    """
+    name = check_backend(backend or choose(model.device, model.dtype))
+    model.set_attn_implementation(PREFIX + name)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+
+
 @contextmanager
 def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
     """The model with padding-free attention for a while, and without a cache."""
     config = model.config
+    if config._attn_implementation == PREFIX + backend:
+        yield
+        return
+    again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if again and model.training and torch.is_grad_enabled():
+        raise BackendError(
+            "gradient checkpointing computes layers again after this call: impl.attention.install(model) first"
+        )
     before, cached = config._attn_implementation, getattr(config, "use_cache", None)
     model.set_attn_implementation(PREFIX + check_backend(backend))
     if cached is not None:

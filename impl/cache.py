@@ -40,8 +40,12 @@ def cached_backward(
     gradients = embeddings.grad.split([len(piece) for piece in pieces])
     for batch, gradient, (cpu, cuda) in zip(batches, gradients, states, strict=True):
         with torch.random.fork_rng(devices=devices):
-            torch.set_rng_state(cpu)
-            for device, state in zip(devices, cuda, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            _restore(cpu, cuda)
             embed(batch).backward(gradient=gradient)
     return value.detach(), embeddings.detach()
+
+
+def _restore(cpu: Tensor, cuda: Sequence[Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    for device, state in enumerate(cuda):
+        torch.cuda.set_rng_state(state, device)

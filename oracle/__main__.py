@@ -62,6 +62,8 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     """Tries the founding batch, then every law."""
     implementation = load(arguments.implementation)
     kind(arguments.model)
+    if arguments.json and not arguments.json.resolve().parent.is_dir():
+        raise CaseError(f"{arguments.json} cannot be written: there is no folder {arguments.json.parent}")
     report.header(console, suite.describe(implementation), arguments.model, suite.versions(), arguments.seed)
     console.print(founding.try_founding_batch(implementation, arguments.model).told, highlight=False, soft_wrap=True)
     with report.watching(console, arguments.examples) as watch:
@@ -112,10 +114,8 @@ def compare_golden(arguments: argparse.Namespace, console: Console) -> int:
         lines = golden.update(arguments.folder)
         for line in lines:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        verdict = (
-            f"GOLDEN {len(lines)} files changed: look at every one before you commit" if lines else "GOLDEN unchanged"
-        )
-        console.print(verdict, highlight=False)
+        changed = f"{len(lines)} files changed: look at every one before you commit"
+        console.print(f"GOLDEN {changed if lines else 'unchanged'}", highlight=False)
         return BROKEN if lines else HOLDS
     found = golden.compare(load(arguments.implementation), arguments.folder)
     for line in report.golden_lines(found):

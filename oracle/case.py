@@ -194,11 +194,20 @@ class Case:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def from_lengths(groups: Sequence[Sequence[int]], vocabulary: int = 128, **rest: Any) -> Case:
-    """A case from lengths alone, [anchor, positive, negatives...] a group; neighbouring tokens differ."""
+def from_lengths(
+    groups: Sequence[Sequence[int]], vocabulary: int = 128, first: int = 3, alike: bool = False, **rest: Any
+) -> Case:
+    """A case from lengths alone, [anchor, positive, negatives...] a group; neighbouring tokens differ.
+
+    first: the lowest id in use. alike: every sequence begins with the same tokens.
+    """
     count = sum(sum(lengths) for lengths in groups)
-    ids = iter(distinct_ids(count, vocabulary))
-    take = [[tuple(next(ids) for _ in range(length)) for length in lengths] for lengths in groups]
+    ids = distinct_ids(count, vocabulary, first)
+    stream = iter(ids)
+    take = [
+        [tuple(ids[:length] if alike else (next(stream) for _ in range(length))) for length in lengths]
+        for lengths in groups
+    ]
     for g, sequences in enumerate(take):
         if len(sequences) < 2:
             raise CaseError(f"group {g} has {len(sequences)} sequences; it needs an anchor and a positive")

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oracle import losses
 from oracle.case import Case, Options, Stream
+from oracle.outcome import Outcome
 
 SURFACES = ("boundaries", "encode", "loss", "step", "chunked_loss", "cached_step", "rank_loss")
 
@@ -73,6 +75,8 @@ def load(name: str) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ImplementationError(f"{name!r} does not read package.module:Object")
+    if module_name.endswith(".py"):
+        raise ImplementationError(f"{module_name} is a file; name the module, {module_name[:-3]}:{attribute}")
     try:
         found = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -92,3 +96,19 @@ def load(name: str) -> Any:
 def offers(implementation: Any, surface: str) -> bool:
     """Whether the implementation has the surface."""
     return callable(getattr(implementation, surface, None))
+
+
+def training_step(implementation: Any, model: PreTrainedModel, case: Case) -> Outcome:
+    """The implementation's own step, or one made of its encode, its loss (or the definition) and backward."""
+    if offers(implementation, "step"):
+        made = implementation.step(model, case)
+        return Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
+    embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
+    loss = (implementation.loss if offers(implementation, "loss") else losses.loss)(
+        embeddings, case.labels, case.options
+    )
+    model.zero_grad()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Outcome(embeddings.detach(), loss.detach(), gradients)

@@ -12,6 +12,7 @@ from typing import Any
 
 from oracle import losses, reference
 from oracle.case import Case, Group, Rows
+from oracle.contract import offers, training_step
 from oracle.exact import exact
 from oracle.models import VOCABULARY, tiny
 from oracle.outcome import Outcome, compare
@@ -96,12 +97,11 @@ def try_founding_batch(implementation: Any, model: str = "qwen3") -> FoundingRes
     """The batch through the implementation, against padded rows: embeddings, loss, gradients."""
     case, small = founding_case(model), tiny(model)
     counted = f"{len(case.sequences)} sequences, {case.lengths.count(1)} of one token, {len(case.labels)} labels"
-    if not callable(getattr(implementation, "step", None)):
-        return FoundingResult(None, f"founding batch ({counted}): no step is offered")
+    if not (offers(implementation, "step") or offers(implementation, "encode")):
+        return FoundingResult(None, f"founding batch ({counted}): neither step nor encode is offered")
     try:
         with exact():
-            made = implementation.step(small, case)
-            found = Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
+            found = training_step(implementation, small, case)
     except Exception as error:
         return FoundingResult(False, f"founding batch ({counted}): {error}")
     if len(found.embeddings) != len(case.sequences):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -58,8 +59,8 @@ def goldens() -> dict[str, Golden]:
 
     for model in MODELS:
         add(f"model-{model}", model=model)
-        layout = {"rows": Rows("left", 3, 2), "stream": Stream((8, 1, 0, 3, 2, 4, 7, 6, 5), 8, 2, 1)}
-        add(f"slots-{model}", model=model, seed=1, **layout)
+        stream = Stream((8, 1, 0, 3, 2, 4, 7, 6, 5), 8, 2, 1)
+        add(f"slots-{model}", model=model, seed=1, rows=Rows("left", 3, 2), stream=stream)
     for model in ("qwen3", "bert"):
         for pooling in POOLINGS[1:]:
             add(f"pooling-{pooling}-{model}", model=model, options=Options(pooling=pooling))
@@ -85,12 +86,8 @@ def goldens() -> dict[str, Golden]:
     for ranks in (2, 4):
         for use_batch in (True, False):
             shared = "shared" if use_batch else "own"
-            add(
-                f"ranks-{ranks}-{shared}",
-                [[1] * n for n in (3, 2, 4, 5, 2)],
-                ranks,
-                options=Options(use_batch=use_batch),
-            )
+            sizes = [[1] * rows for rows in (3, 2, 4, 5, 2)]
+            add(f"ranks-{ranks}-{shared}", sizes, ranks, options=Options(use_batch=use_batch))
     return found
 
 
@@ -197,7 +194,7 @@ def read(name: str, golden: Golden, folder: Path) -> Frozen:
         case, ranks, digests = Case.from_json(json.dumps(content["case"])), content["ranks"], content["gradients"]
         loss = tensors.pop("loss")[0]
         embeddings = tensors.pop("embeddings")
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise GoldenError(f"{folder / name}: {error}") from error
     if (case, ranks) != (golden.case, golden.ranks):
         raise GoldenError(f"{folder / name}.json holds another case than the code: {_first_change(case, golden.case)}")

@@ -59,7 +59,9 @@ def table(console: Console, report: Report) -> None:
     for result in report.results:
         if result.status is Status.NOT_RUN:
             continue
-        verdict = Text(str(result.status), STYLES[result.status])
+        skipped = result.declined if result.status is not Status.NOT_OFFERED else 0
+        declined = f", {skipped} declined" if skipped else ""
+        verdict = Text(f"{result.status}{declined}", STYLES[result.status])
         grid.add_row(result.law, verdict, str(result.cases), f"{result.seconds:.1f}")
     console.print(grid)
     if unrun := report.count(Status.NOT_RUN):

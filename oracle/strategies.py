@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from oracle.case import PAIR_LOSSES, Case, Group, Options, Rows, Stream, from_lengths
 from oracle.models import VOCABULARY
 
-EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33)
-LONGEST = 40
+EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
+LONGEST = 65
 
 
 @cache
 def lengths(longest: int = LONGEST) -> st.SearchStrategy[int]:
     """One sequence's length: often 1, often short, sometimes at a power of two."""
     edges = [edge for edge in EDGES if edge <= longest] or [1]
-    return st.one_of(
-        st.just(1), st.just(1), st.integers(1, min(8, longest)), st.sampled_from(edges), st.integers(1, longest)
-    )
+    short, any_ = st.integers(1, min(8, longest)), st.integers(1, min(40, longest))
+    return st.one_of(st.just(1), st.just(1), short, st.sampled_from(edges), any_)
 
 
 @cache
@@ -96,7 +95,10 @@ def loss_cases(draw: st.DrawFn, loss: str, model: str = "qwen3", least_groups: i
         chosen = replace(chosen, hard_negatives=draw(st.integers(1, 4)), resample_seed=draw(st.integers(0, 3)))
     if loss == "matryoshka":
         chosen = replace(chosen, matryoshka=draw(st.sampled_from([((4, 1.0),), ((8, 0.5), (16, 1.0))])))
-    groups_ = tuple(Group((3,), (4,), tuple((5,) for _ in range(size))) for size in sizes)
+    labels_ = [draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])) for _ in sizes]
+    groups_ = tuple(
+        Group((3,), (4,), tuple((5,) for _ in range(size)), label) for size, label in zip(sizes, labels_, strict=True)
+    )
     return Case(groups_, options=chosen, model=model, seed=draw(st.integers(0, 30)))
 
 
@@ -116,9 +118,13 @@ def cases(
     candidates = sum(len(g) - 1 for g in drawn) if chosen.use_batch else max(len(g) - 1 for g in drawn)
     if contrast and candidates < 2:
         drawn[0].append(1)
+    # Now and then the pad's and other special ids are ordinary tokens, or texts begin alike.
+    first, alike = draw(st.sampled_from([3, 3, 0])), draw(st.sampled_from([False, False, False, True]))
     return from_lengths(
         drawn,
         VOCABULARY,
+        first,
+        alike,
         rows=draw(row_layouts()),
         stream=draw(stream_layouts(sum(map(len, drawn)), slots, shuffled)),
         options=chosen,

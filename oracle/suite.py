@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
@@ -53,7 +54,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class LawResult:
-    """One law's outcome: cases tried until all held or the first broke, and the time taken."""
+    """One law's outcome: cases tried until all held or the first broke, and the time taken.
+
+    declined: cases among them for which the implementation raised NotImplementedError.
+    """
 
     law: str
     sentence: str
@@ -61,6 +65,7 @@ class LawResult:
     cases: int = 0
     seconds: float = 0.0
     finding: Finding | None = None
+    declined: int = 0
 
 
 @dataclass
@@ -87,6 +92,8 @@ class Report:
         absent = self.count(Status.NOT_OFFERED)
         unrun = self.count(Status.NOT_RUN)
         rest = f", {unrun} not run" if unrun else ""
+        declined = sum(result.declined for result in self.results if result.status is not Status.NOT_OFFERED)
+        rest += f", {declined} cases declined" if declined else ""
         return (
             f"VERDICT exact: {len(self.results)} laws, {self.count(Status.BROKEN)} broken, {absent} not offered{rest}, "
             f"{drawn} cases, {seconds:.0f} s"
@@ -185,16 +192,18 @@ def try_law(
 
     ``database`` keeps failing cases between runs and tries them first.
     """
-    tried = 0
+    tried = declined = 0
     failed: Case | None = None
 
     def every_case(case: Case) -> None:
-        nonlocal tried, failed
+        nonlocal tried, declined, failed
         tried += failed is None
         if progress:
             progress(law, tried)
         try:
             judge(law, implementation, case)
+        except NotImplementedError:
+            declined += 1
         except Broken:
             failed = case
             raise
@@ -212,32 +221,39 @@ def try_law(
     )
     run = hypothesis.seed(seed)(configured(given(law.strategy(model))(every_case)))
 
-    start = time.perf_counter()
+    start, found = time.perf_counter(), None
     try:
         with redirect_stdout(StringIO()):  # Hypothesis reports its own way; we report ours
             run()
-    except NotImplementedError:
-        return LawResult(law.title, law.sentence, Status.NOT_OFFERED, tried, time.perf_counter() - start)
     except (Broken, hypothesis.errors.Flaky) as error:
         assert failed is not None
         broken = error if isinstance(error, Broken) else Broken("the same case gives different results when run again")
-        finding = Finding(law.title, broken.summary, broken.details, failed)
-        return LawResult(law.title, law.sentence, Status.BROKEN, tried, time.perf_counter() - start, finding)
-    return LawResult(law.title, law.sentence, Status.HOLDS, tried, time.perf_counter() - start)
+        found = Finding(law.title, broken.summary, broken.details, failed)
+    status = Status.BROKEN if found else Status.NOT_OFFERED if declined == tried else Status.HOLDS
+    return LawResult(law.title, law.sentence, status, tried, time.perf_counter() - start, found, declined)
 
 
 def judge(law: Law, implementation: Any, case: Case) -> None:
     """The law on one case: returns, or raises Broken.
 
-    What an implementation raises of its own breaks the law too; what exact arithmetic or the suite
-    raises is nobody's verdict and goes on up.
+    What an implementation raises of its own breaks the law too, unless it declines the case with
+    NotImplementedError; what exact arithmetic or the suite raises is nobody's verdict and goes on up.
     """
     try:
         law.check(implementation, case)
-    except (Broken, ExactError, VacuousError, NotImplementedError):
+    except (Broken, ExactError, VacuousError):
         raise
     except Exception as error:
-        raise Broken(f"raised {type(error).__name__}: {error}", [f"lengths {case.lengths}"]) from error
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, NotImplementedError) and not _of_a_library(frames[-1].filename):
+            raise
+        own = next((f for f in reversed(frames) if not _of_a_library(f.filename)), frames[-1])
+        where = f"at {own.filename}:{own.lineno} in {own.name}: {own.line}"
+        raise Broken(f"raised {type(error).__name__}: {error}", [where, f"lengths {case.lengths}"]) from error
+
+
+def _of_a_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith("<")
 
 
 def save(finding: Finding, implementation: str, folder: Path = COUNTEREXAMPLES) -> Path:

@@ -140,14 +140,14 @@ class Arithmetic:
             bound = largest(finite(x).abs().sum(list(dims)))
         self.charge(bound, self.grid.addend, (x,))
 
-    def scatter(self, x: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-        """``place(x)``, which adds the elements of x up where they land, with x on the addend grid."""
+    def scatter(self, start: Tensor, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``add(start, x)``: the elements of x, on the addend grid, added to ``start`` where they land."""
         x = self.addend(x)
-        bound = x.numel() * largest(x)
+        bound = largest(start) + x.numel() * largest(x)
         if not self.fits(bound, self.grid.addend):
-            bound = largest(place(finite(x).abs()))
+            bound = largest(add(finite(start).abs(), finite(x).abs()))
         self.charge(bound, self.grid.addend, (x,))
-        return place(x)
+        return add(start, x)
 
 
 def snap(x: Tensor, fractional_bits: int) -> Tensor:
@@ -161,7 +161,8 @@ def snap(x: Tensor, fractional_bits: int) -> Tensor:
 def level(x: Tensor, fractional_bits: int) -> Tensor:
     """``snap`` for numbers that may be as large as -1.8e308: adding 1.5 * 2^(52-bits) rounds to the grid.
 
-    Exact snapping below 2^(51-bits); larger numbers come out on a coarser grid, huge ones unchanged.
+    It does so for magnitudes below 2^(51-bits); beyond, the step is another power of two, the same for the
+    same number, and huge numbers are unchanged. Sums snap again, by ``snap``.
     """
     shift = 1.5 * 2.0 ** (MANTISSA_BITS - 1 - fractional_bits)
     return double(x).add(shift).sub_(shift)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle.exact.grid import Arithmetic, Grid, PrecisionError, UnknownOperatorError, Usage
+from oracle.exact.grid import Arithmetic, ExactError, Grid, PrecisionError, UnknownOperatorError, Usage, double
 from oracle.exact.rules import PASSES, RULES
 from oracle.exact.rules.attention import scaled_dot_product_attention
 from oracle.exact.rules.table import Rule
@@ -60,7 +63,8 @@ class exact:
         self._entered = threading.local()
 
     def __enter__(self) -> exact:
-        modes = (_Functions(self.grid), _Operators(Arithmetic(self.grid, self._usage)))
+        functions = _Functions(self.grid)
+        modes = (functions, _Operators(Arithmetic(self.grid, self._usage), functions))
         for mode in modes:
             mode.__enter__()
         self._stack().append(modes)
@@ -96,9 +100,10 @@ class exact:
 class _Operators(TorchDispatchMode):
     """Sees every operator below autograd, forward and backward, and computes it by its rule."""
 
-    def __init__(self, arithmetic: Arithmetic):
+    def __init__(self, arithmetic: Arithmetic, functions: _Functions):
         super().__init__()
         self.arithmetic = arithmetic
+        self.functions = functions
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -108,6 +113,10 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != -1 and torch._C._len_torch_function_stack() == 0:
+            # Autograd drops function modes: what a checkpoint computes again must meet ours. It restores its
+            # own state after each node, so nothing needs to be taken away.
+            torch._C._push_on_torch_function_stack(self.functions)
         handler = _HANDLERS.get(func)
         if handler is None:
             handler = _HANDLERS[func] = _handler(func)
@@ -128,6 +137,7 @@ class _Functions(TorchFunctionMode):
     def __init__(self, grid: Grid):
         super().__init__()
         self.factor = 2.0**grid.loss_scale
+        self.retained: WeakSet[Tensor] = WeakSet()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,10 +145,15 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _COMPOSED:
             return _COMPOSED[func](*args, **kwargs)
+        if func in _PRODUCTS and not kwargs and args[0].dim() + args[1].dim() < 4 and min(args[0].dim(), args[1].dim()):
+            return _product(*_PRODUCTS[func](*args))
         if func is torch.Tensor.backward:
-            return _scaled_backward(self.factor, *args, **kwargs)
+            with _unscaling(self.retained, self.factor):
+                return _scaled_backward(self.factor, *args, **kwargs)
         if func is torch.autograd.grad:
             return _scaled_grad(self.factor, *args, **kwargs)
+        if func is torch.Tensor.retain_grad and not args[0].is_leaf:
+            self.retained.add(args[0])
         return func(*args, **kwargs)
 
 
@@ -152,24 +167,33 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return result.squeeze(-1 if b.dim() == 1 else -2) if a.dim() == 1 else result
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.dim() > 1:
-        return torch.nn.functional.linear(x, weight, bias)
-    return torch.nn.functional.linear(x.unsqueeze(0), weight, bias).squeeze(0)
-
-
-def _outer(a: Tensor, b: Tensor) -> Tensor:
-    return torch.matmul(a.unsqueeze(1), b.unsqueeze(0))
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dim() > 1:
+        return torch.nn.functional.linear(input, weight, bias)
+    return torch.nn.functional.linear(input.unsqueeze(0), weight, bias).squeeze(0)
 
 
 # Functions of torch's public interface that are composed of other operators, above autograd.
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.nn.functional.linear: _linear,
-    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product),
-    **dict.fromkeys((torch.mv, torch.Tensor.mv, torch.dot, torch.Tensor.dot), _product),
-    torch.Tensor.__rmatmul__: lambda b, a: _product(a, b),
-    **dict.fromkeys((torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger), _outer),
+}
+
+
+def _as_given(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a, b
+
+
+def _as_outer(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.unsqueeze(1), b.unsqueeze(0)
+
+
+# Products with a vector, which are computed as products of matrices.
+_PRODUCTS: dict[Any, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _as_given),
+    **dict.fromkeys((torch.mv, torch.Tensor.mv, torch.dot, torch.Tensor.dot), _as_given),
+    torch.Tensor.__rmatmul__: lambda b, a: (a, b),
+    **dict.fromkeys((torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger), _as_outer),
 }
 
 
@@ -186,6 +210,8 @@ def _handler(func: Any) -> Handler:
         return _out_of_place(rule) if any(a.is_out for a in func._schema.arguments) else _ruled(rule)
     if name in {"aten::_to_copy", "aten::to"}:
         return _to_copy
+    if name.removesuffix("_") == "aten::scatter" and "reduce" in overload:
+        return _refuse_floats
     base = name.removesuffix("_")
     if base != name:  # in place
         rule = RULES.get(f"{base}.{overload}") or RULES.get(base)
@@ -219,8 +245,11 @@ def _in_place(rule: Rule) -> Handler:
     compute = _ruled(rule)
 
     def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _refuse_low_target(exact, args[0])
-        return args[0].copy_(compute(exact, func, args, kwargs))
+        if func._schema.name == "aten::add_" and torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)  # a leaf's gradient grows; it lies on a finer grid by the loss scale
+        shifted = _shifted(func, args)
+        result = compute(exact, func, args, kwargs) if shifted is None else shifted
+        return _write(exact, args[0], result)
 
     return handle
 
@@ -230,11 +259,33 @@ def _out_of_place(rule: Rule) -> Handler:
 
     def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.pop("out")
-        _refuse_low_target(exact, target)
-        result = compute(exact, func, args, kwargs)
-        return target.resize_(result.shape).copy_(result)
+        shifted = _shifted(func, args)
+        result = compute(exact, func, args, kwargs) if shifted is None else shifted
+        return _write(exact, target.resize_(result.shape), result)
 
     return handle
+
+
+def _shifted(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """x times or over a power of two, written somewhere: exact, so it is not put on the grid again.
+
+    So a data-parallel trainer divides gradients, which lie on a finer grid, by two or four ranks.
+    """
+    name = func._schema.name.rstrip("_")
+    if name not in ("aten::mul", "aten::div") or len(args) != 2:
+        return None
+    factor = args[1].item() if isinstance(args[1], Tensor) and args[1].dim() == 0 else args[1]
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor) or abs(math.frexp(factor)[0]) != 0.5:
+        return None
+    x = double(args[0])
+    return x * factor if name == "aten::mul" else x / factor
+
+
+def _write(exact: Arithmetic, target: Tensor, result: Tensor) -> Tensor:
+    """Copies a result into a tensor; one of lower precision takes only what it holds exactly."""
+    if target.dtype in LOW_PRECISION and not torch.equal(result.to(target.dtype).double(), result.double()):
+        _refuse_low_target(exact, target)
+    return target.copy_(result)
 
 
 def _pass_view(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,8 +299,9 @@ def _pass(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: di
 
 
 def _pass_in_place(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(True for _ in _tensors(args[1:])):  # a constant may be written anywhere: torch does so itself
-        _refuse_low_target(exact, args[0])
+    if args[0].dtype in LOW_PRECISION and any(t.is_floating_point() for t in _tensors(args[1:])):
+        # The same on a float64 copy; a constant may be written anywhere, as torch does itself.
+        return _write(exact, args[0], func(args[0].double(), *args[1:], **kwargs))
     return func(*args, **kwargs)
 
 
@@ -291,6 +343,8 @@ def _promoted(exact: Arithmetic, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Lower-precision tensors as float64, so that mixed types (float32 buffers) may meet."""
     for arg in args:
         if isinstance(arg, Tensor):
+            if arg.dtype.is_complex:
+                raise UnknownOperatorError(f"{exact.operator} on complex numbers has no exact rule")
             low = arg.dtype is not torch.float64 and arg.dtype in LOW_PRECISION
         else:
             low = isinstance(arg, (list, tuple))  # may hold tensors
@@ -335,6 +389,11 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ExactError(
+                "re-entrant checkpointing hides its parameters from the scaled backward pass: use "
+                "use_reentrant=False, or exact(loss_scale=0)"
+            )
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
         pending.extend(following for following, _ in node.next_functions)
@@ -350,8 +409,14 @@ def _scaled_backward(
     inputs: Any = None,
 ) -> None:
     """``tensor.backward`` with the root's gradient times ``factor`` and every leaf's divided by it."""
+    targets = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
+    if (gradient is None and tensor.numel() != 1) or any(not target.is_leaf for target in targets) or factor == 1:
+        if any(not target.is_leaf for target in targets):
+            raise ExactError("backward(inputs=...) of tensors that are no leaves: use exact(loss_scale=0)")
+        torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+        return
     root = (torch.ones_like(tensor) if gradient is None else gradient) * factor
-    hooks = [leaf.register_hook(lambda grad: _unscaled(grad, factor)) for leaf in _leaves([tensor])]
+    hooks = [_unscale_first(leaf, factor) for leaf in _leaves([tensor])]
     try:
         torch.autograd.backward(tensor, root, retain_graph, create_graph, inputs=inputs)
     finally:
@@ -359,11 +424,34 @@ def _scaled_backward(
             hook.remove()
 
 
+def _unscale_first(leaf: Tensor, factor: float) -> Any:
+    """A hook that divides the leaf's gradient before any other hook sees it."""
+    handle = leaf.register_hook(lambda grad: _unscaled(grad, factor))
+    hooks: Any = leaf._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)  # autograd calls them in the order they were put in
+    return handle
+
+
+@contextmanager
+def _unscaling(retained: Iterable[Tensor], factor: float) -> Iterator[None]:
+    """Divides what a backward pass leaves in tensors that retain their gradients inside the graph."""
+    before = [(tensor, tensor.grad) for tensor in retained]
+    for tensor, _ in before:
+        tensor.grad = None
+    yield
+    for tensor, old in before:
+        new = None if tensor.grad is None else _unscaled(tensor.grad, factor)
+        tensor.grad = new if old is None else old if new is None else old + new
+
+
 def _scaled_grad(
     factor: float, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` likewise."""
     roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if kwargs.get("is_grads_batched") or (grad_outputs is None and any(root.numel() != 1 for root in roots)):
+        return torch.autograd.grad(outputs, inputs, grad_outputs, *args, **kwargs)
     given = [None] * len(roots) if grad_outputs is None else grad_outputs
     given = [given] if isinstance(given, Tensor) else given
     scaled = [(torch.ones_like(r) if g is None else g) * factor for r, g in zip(roots, given, strict=True)]

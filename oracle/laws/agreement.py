@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle import losses, reference
+from oracle import reference
 from oracle.case import Case, Rows
+from oracle.contract import training_step
 from oracle.exact import exact
 from oracle.laws.law import Broken, VacuousError, law
 from oracle.models import kind, tiny
@@ -97,7 +98,7 @@ def a_training_step_equals_the_padded_one(implementation: Any, case: Case) -> No
         if not _has_gradient(expected):  # a low temperature can leave nothing to learn
             case = replace(case, options=replace(case.options, temperature=1.0))
             expected = reference.step(model, case, case.rows)
-        found = _step(implementation, model, case)
+        found = training_step(implementation, model, case)
     if not _has_gradient(expected):
         raise VacuousError("a training step without any gradient")
     _refuse(compare(expected, found), case, "against padded rows")
@@ -105,17 +106,3 @@ def a_training_step_equals_the_padded_one(implementation: Any, case: Case) -> No
 
 def _has_gradient(outcome: Outcome) -> bool:
     return any(bool(gradient.any()) for gradient in outcome.gradients.values())
-
-
-def _step(implementation: Any, model: Any, case: Case) -> Outcome:
-    """The implementation's own step, or one made of its encode, the loss by definition and backward."""
-    if callable(getattr(implementation, "step", None)):
-        made = implementation.step(model, case)
-        return Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
-    embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
-    loss = losses.loss(embeddings, case.labels, case.options)
-    model.zero_grad()
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return Outcome(embeddings.detach(), loss.detach(), gradients)

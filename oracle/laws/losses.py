@@ -16,11 +16,20 @@ from oracle.outcome import gap, same
 
 WIDTH = 16
 
+# Sixteenths of a squared length of 1: rows of these entries, and their cosines, are exact.
+ENTRIES = ([0.5] * 4, [0.75, 0.5, 0.25, 0.25, 0.25], [0.25] * 16, [0.75] + [0.25] * 7, [0.5] * 3 + [0.25] * 4)
+
 
 def unit_rows(count: int, seed: int) -> Tensor:
-    """[count, WIDTH] rows of about unit length, multiples of 2^-10, drawn from a seed."""
-    drawn = torch.randint(-512, 513, (count, WIDTH), generator=torch.Generator().manual_seed(seed)).double()
-    return (drawn / drawn.norm(dim=1, keepdim=True) * 1024).round() / 1024
+    """[count, WIDTH] rows of length exactly 1, quarters in drawn places and with drawn signs."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.zeros(count, WIDTH, dtype=torch.float64)
+    for row in rows:
+        entries = ENTRIES[int(torch.randint(len(ENTRIES), (1,), generator=generator))]
+        places = torch.randperm(WIDTH, generator=generator)[: len(entries)]
+        signs = 1 - 2 * torch.randint(2, (len(entries),), generator=generator)
+        row[places] = torch.tensor(entries, dtype=torch.float64) * signs
+    return rows
 
 
 def _loss(implementation: Any, embeddings: Tensor, labels: list[float], case: Case) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -270,10 +271,15 @@ def _deep(x: Tensor, depth: int, reentrant: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_deep_enough_to_change_threads_stays_exact(reentrant: bool) -> None:
+def test_recomputation_deep_enough_to_change_threads_stays_exact(
+    reentrant: bool, request: pytest.FixtureRequest
+) -> None:
     """Re-entrant backward passes beyond depth 60 run on another of autograd's threads."""
     depth = 70 if reentrant else 3
-    with exact():
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    request.addfinalizer(lambda: sys.setrecursionlimit(limit))
+    with exact(loss_scale=0):
         expected = _gradient(lambda x: _deep(x, 0, reentrant).pow(2).sum())
         found = _gradient(lambda x: _deep(x, depth, reentrant).pow(2).sum())
     plain = _gradient(lambda x: _deep(x, 0, reentrant).pow(2).sum())
@@ -358,6 +364,133 @@ def test_backward_leaves_no_hooks_behind() -> None:
     x.grad = None
     (x * 3).sum().backward()
     assert x.grad.tolist() == [3.0] * 3  # type: ignore[union-attr]
+
+
+def test_hooks_and_retained_gradients_see_unscaled_values() -> None:
+    x, seen = drawn(3).requires_grad_(), []
+    x.register_hook(lambda grad: seen.append(grad.clone()))
+    with exact():
+        y = x * 2
+        y.retain_grad()
+        y.sum().backward()
+    assert y.grad.tolist() == [1.0] * 3  # type: ignore[union-attr]
+    assert seen[0].tolist() == x.grad.tolist() == [2.0] * 3  # type: ignore[union-attr]
+
+
+def test_what_scaling_cannot_reach_is_refused() -> None:
+    x, layer = drawn(2, 4).requires_grad_(), torch.nn.functional.linear
+    weight = drawn(3, 4, seed=1).requires_grad_()
+    with exact():
+        y = x * 2
+        with pytest.raises(ExactError, match="no leaves: use exact"):
+            y.sum().backward(inputs=[y])
+        with pytest.raises(ExactError, match="re-entrant checkpointing hides its parameters"):
+            checkpoint(lambda t: layer(t, weight), x, use_reentrant=True).sum().backward()
+        with pytest.raises(RuntimeError, match="scalar outputs"):
+            (x * 2).backward()
+        with pytest.raises(RuntimeError, match="scalar outputs"):
+            torch.autograd.grad(x * 2, x)
+
+
+COMPLEX = torch.complex(torch.ones(4, 4), torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q: torch.nn.functional.scaled_dot_product_attention(q, q * 2, q * 3),
+        lambda q: torch.nn.functional.scaled_dot_product_attention(q[None], q[None] * 2, q[None] * 3),
+        lambda q: q @ q[0, 0],
+    ],
+)
+def test_checkpointed_functions_have_the_plain_bits(function: Callable[[Tensor], Tensor]) -> None:
+    gradients = []
+    for again in (False, True):
+        q = drawn(4, 5, 8).requires_grad_()
+        with exact():
+            out = checkpoint(function, q, use_reentrant=False) if again else function(q)
+            out.pow(2).sum().backward()
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("aten.scatter", lambda x: torch.scatter(x, 0, torch.zeros(4, 4, dtype=torch.int64), x, reduce="add")),
+        ("aten.bincount", lambda x: torch.bincount(torch.zeros(4, dtype=torch.int64), x[0])),
+        ("aten.sum", lambda x: COMPLEX.sum()),
+    ],
+)
+def test_sums_in_disguise_are_refused(name: str, call: Callable[[Tensor], Tensor]) -> None:
+    with exact(), pytest.raises(UnknownOperatorError, match=name):
+        call(drawn(4, 4))
+
+
+def test_adding_numbers_off_the_grid_is_associative() -> None:
+    a, b, c = drawn(1000), drawn(1000, seed=1), drawn(1000, seed=2)
+    assert not torch.equal((a + b) + c, a + (b + c))
+    with exact():
+        a, b, c = (x.mul(1.0) for x in (a, b, c))
+        assert torch.equal((a + b) + c, a + (b + c))
+        assert torch.equal(torch.stack([a, b, c]).sum(0), (c + a) + b)
+
+
+def test_a_bias_off_the_grid_is_the_same_fused_or_added() -> None:
+    x, weight, bias = drawn(5, 4), drawn(3, 4, seed=1), drawn(3, seed=2)
+    with exact():
+        assert torch.equal(torch.nn.functional.linear(x, weight, bias), x @ weight.T + bias)
+
+
+def test_integers_divide_in_float64() -> None:
+    lengths = torch.tensor([3, 7])
+    with exact():
+        for found, expected in ((1 / lengths, [1 / 3, 1 / 7]), (lengths / 10, [0.3, 0.7]), (lengths * 0.1, [0.3, 0.7])):
+            assert found.dtype == torch.float64
+            assert found.tolist() == pytest.approx(expected, abs=2.0**-36)
+
+
+def test_an_optimizer_may_step_inside() -> None:
+    weight = drawn(3).requires_grad_()
+    before = weight.detach().clone()
+    with exact():
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        (weight * 3).sum().backward()
+        optimizer.step()
+    assert not torch.equal(weight.detach(), before)
+
+
+def test_functions_take_their_keyword_arguments() -> None:
+    a, b = drawn(4, 3), drawn(5, 3, seed=1)
+    with exact():
+        expected = a @ b.T
+        assert torch.equal(torch.nn.functional.linear(input=a, weight=b), expected)
+        assert torch.equal(torch.matmul(input=a, other=b.T), expected)
+        assert torch.softmax(a[0, 0], 0).item() == 1
+
+
+def test_wrong_calls_of_attention_are_refused() -> None:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k = drawn(1, 4, 5, 8), drawn(1, 2, 5, 8)
+    with exact():
+        with pytest.raises(RuntimeError, match="4 query and 2 key heads need enable_gqa=True"):
+            sdpa(q, k, k)
+        with pytest.raises(RuntimeError, match="attn_mask must be bool or float"):
+            sdpa(q, q, q, attn_mask=torch.ones(5, 5, dtype=torch.int64))
+
+
+def test_a_longest_sequence_given_too_small_is_refused() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, cu = drawn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    with exact(), pytest.raises(ValueError, match="max_q is 2, the longest sequence has 4 tokens"):
+        varlen_attn(q, q, q, cu, cu, 2, 4)
+
+
+def test_a_scatters_start_counts_in_the_budget() -> None:
+    start, index = torch.tensor([2.0**20], dtype=torch.float64), torch.zeros(9, dtype=torch.int64)
+    with exact(), pytest.raises(BudgetError, match="index_add"):
+        start.index_add(0, index, drawn(9))
 
 
 def test_a_paged_varlen_call_is_refused() -> None:

@@ -173,7 +173,7 @@ def test_norms() -> None:
             30,
         )
         near(torch.linalg.vector_norm(x, 1, 1), int_sum(x.abs().T), 36)
-        assert torch.equal(torch.linalg.vector_norm(x, float("inf"), 1), snap(x.abs().amax(1), 36))
+        assert torch.equal(torch.linalg.vector_norm(x, float("inf"), 1), x.abs().amax(1))
         near(aten.norm(x, 2, [1]), x.pow(2).sum(1).sqrt(), 30)
         with pytest.raises(ExactError, match="order 3"):
             torch.linalg.vector_norm(x, 3)
@@ -354,13 +354,8 @@ def test_activations_and_their_gradients(name: str) -> None:
 def test_elementwise_arithmetic_rounds_once_to_the_grid() -> None:
     x, y = drawn(50), drawn(50, seed=1)
     with exact():
-        assert torch.equal(
-            x + y,
-            torch.tensor(
-                [float(Fraction(a) + Fraction(b)) for a, b in zip(x.tolist(), y.tolist(), strict=True)],
-                dtype=torch.float64,
-            ),
-        )
+        sums = [float(Fraction(a) + Fraction(b)) for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+        assert torch.equal(x + y, snap(torch.tensor(sums, dtype=torch.float64), 36))
         near(torch.add(x, y, alpha=3), x + 3 * y, 36)
         near(torch.sub(x, y, alpha=3), x - 3 * y, 36)
         near(torch.rsub(x, y, alpha=3), y - 3 * x, 36)

@@ -59,17 +59,10 @@ dist.destroy_process_group()
 
 
 def _launch(world: int, *arguments: str) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world}",
-        "--no-python",
-    ]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--no-python"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, sys.executable, "-c", SCRIPT, *arguments],
+        [sys.executable, "-m", *launcher, sys.executable, "-c", SCRIPT, *arguments],
         env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

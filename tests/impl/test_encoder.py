@@ -65,7 +65,7 @@ def test_the_last_tokens_vector_is_gathered_not_a_padded_block() -> None:
         states[2:4].mean(0).tolist(),
         states[1].tolist(),
     ]
-    with pytest.raises(PackingError, match="no pooling 'best'; there are last and mean"):
+    with pytest.raises(PackingError, match="no pooling 'best'; there are last, mean, cls"):
         encoder.pool(states, packed, "best")
 
 
@@ -111,6 +111,28 @@ def test_a_model_that_goes_round_the_back_end_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(attention.AttentionInterface, "get_interface", lambda self, name, default: default)
     with pytest.raises(BackendError, match="Qwen3Model never called the attention back end sdpa"):
         impl.encode(tiny("qwen3"), pack([[5, 6]]))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers gives the method another name
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+def test_gradient_checkpointing_needs_the_attention_for_good(name: str) -> None:
+    """Layers are computed again in the backward pass, when a context would be over."""
+    model, case = tiny(name, 7), from_lengths(LENGTHS, model=name)
+    with exact():
+        expected = PaddingFree().step(model, case)
+    before = model.config._attn_implementation
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        with pytest.raises(BackendError, match=r"impl\.attention\.install\(model\) first"):
+            PaddingFree().step(model, case)
+        attention.install(model)
+        with exact():
+            found = PaddingFree().step(model, case)
+    finally:
+        model.gradient_checkpointing_disable()
+        model.set_attn_implementation(before)
+    for parameter, gradient in expected.gradients.items():
+        assert torch.equal(gradient, found.gradients[parameter]), parameter
 
 
 def test_the_attention_without_boundaries_is_refused() -> None:

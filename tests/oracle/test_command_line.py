@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from impl import PaddingFree
 from oracle.__main__ import main
 
 FAULT = "tests.faults.founding:StrictDecrease"
@@ -63,6 +66,51 @@ class OnlyBoundaries:
         return boundaries(position_ids)  # type: ignore[arg-type]
 
 
+class DeclinesSlots(PaddingFree):
+    """Right, but does not do slots; and one that pools a token early at length 17."""
+
+    name = "declines"
+    wrong_at = 0
+
+    def encode(self, model: Any, sequences: Any, layout: Any, pooling: str = "last") -> Any:
+        if layout.tail > 1 or layout.each > 1:
+            raise NotImplementedError("slots")
+        right = super().encode(model, sequences, layout, pooling)
+        short = [ids[:-1] if len(ids) == self.wrong_at else ids for ids in sequences]
+        return super().encode(model, short, layout, pooling) if self.wrong_at else right
+
+    step = None  # type: ignore[assignment]
+
+
+class DeclinesSlotsAndErrs(DeclinesSlots):
+    wrong_at = 17
+
+
+class FailsInATorchModule(PaddingFree):
+    """Torch's own NotImplementedError is an error, not a refusal."""
+
+    def encode(self, model: Any, sequences: Any, layout: Any, pooling: str = "last") -> Any:
+        return torch.nn.Module()(1)
+
+    step = None  # type: ignore[assignment]
+
+
+def test_declined_cases_are_counted_and_the_others_still_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:DeclinesSlots", "--examples", "120"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"agreement.embeddings_equal_the_padded_ones +holds, \d+ declined", printed)
+    assert re.search(r"VERDICT exact: .* \d+ cases declined", printed)
+    assert main(["check", f"{__name__}:DeclinesSlotsAndErrs", "--examples", "1200"]) == 1
+    assert "BROKEN" in capsys.readouterr().out
+
+
+def test_an_error_names_the_implementations_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:FailsInATorchModule", "--examples", "60"]) == 1
+    printed = capsys.readouterr().out
+    assert "raised NotImplementedError" in printed
+    assert "in encode: return torch.nn.Module()(1)" in printed
+
+
 class Nothing:
     """No implementation at all."""
 
@@ -78,7 +126,7 @@ def test_what_is_not_offered_is_said_and_never_passed(capsys: pytest.CaptureFixt
     assert main(["check", f"{__name__}:OnlyBoundaries", "--examples", "60"]) == 0
     printed = capsys.readouterr().out
     assert "implementation stranger 0.1" in printed
-    assert "no step is offered" in printed
+    assert "neither step nor encode is offered" in printed
     assert re.search(r"30 laws, 0 broken, 26 not offered", printed)
 
 
@@ -91,6 +139,8 @@ def test_what_is_not_offered_is_said_and_never_passed(capsys: pytest.CaptureFixt
         (["check", f"{__name__}:Nothing"], "not an implementation: it has none of boundaries, encode, loss, step"),
         (["check", f"{__name__}:Explodes"], "could not be loaded: RuntimeError: no licence"),
         (["check", "--model", "gpt"], "no model 'gpt'; there are qwen3"),
+        (["check", "mine.py:X"], "mine.py is a file; name the module, mine:X"),
+        (["check", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["replay", "missing.json"], "is not a saved counter-example"),
     ],
 )

@@ -56,7 +56,7 @@ def test_worked_values_of_pairs(name: str, labels: list[float], expected: float)
 
 def test_ms_swifts_labels_example_is_refused_where_it_went_on() -> None:
     """8 rows for three groups of anchor, positive, negative: ms-swift gives 2.3333."""
-    with pytest.raises(LossInputError, match="8 embeddings do not fit 6 labels in 3 groups.*needs 9"):
+    with pytest.raises(LossInputError, match=r"8 embeddings do not fit 6 labels in 3 groups.*needs 9"):
         loss(torch.ones(8, 2, dtype=torch.float64), [1, 0, 1, 0, 1, 0], Options())
 
 

@@ -84,8 +84,9 @@ def _causal_bias(q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None) -> 
     if not is_causal:
         return as_bias(mask)
     # torch aligns its causal mask at the top left.
-    lower = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return as_bias(lower)
+    lower = as_bias(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril())
+    given = as_bias(mask)
+    return lower if given is None or lower is None else lower + given
 
 
 @rule("aten::_scaled_dot_product_flash_attention_for_cpu", on_grid=True)
@@ -179,6 +180,10 @@ def varlen(
     if any(p is not None for p in paged):
         raise ExactError(f"{exact.operator}: paged or split keys have no exact rule")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for name, cu, most in (("max_q", cu_q, max_q), ("max_k", cu_q if cu_k is None else cu_k, max_k)):
+        longest = int(cu.diff().max()) if len(cu) > 1 else 0
+        if most < longest:  # a kernel would leave out what lies beyond
+            raise ValueError(f"{exact.operator}: {name} is {most}, the longest sequence has {longest} tokens")
     out = torch.zeros_like(q, dtype=torch.float64)
     for rows, cols, bias in _sequences(exact, q, k, cu_q, cu_k, _window(is_causal, window_size)):
         qs, ks, vs = (x.transpose(0, 1) for x in (q[rows], k[cols], v[cols]))
@@ -232,9 +237,18 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The public function, composed of operators that have rules; whatever back end torch would pick."""
+    if attn_mask is not None and not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise RuntimeError(f"scaled_dot_product_attention: attn_mask must be bool or float, found {attn_mask.dtype}")
+    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key)]
+    if not enable_gqa and heads[0] != heads[1] and 1 not in heads:
+        raise RuntimeError(
+            f"scaled_dot_product_attention: {heads[0]} query and {heads[1]} key heads need enable_gqa=True"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     learned = attn_mask is not None and attn_mask.requires_grad
-    if not dropout_p and not learned and query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and query.dim() == 4:
+    alike = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+    alike = alike and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
+    if alike and not dropout_p and not learned:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )[0]

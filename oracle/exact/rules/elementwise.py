@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oracle.exact.elementary import FUNCTIONS, curve
-from oracle.exact.grid import Arithmetic
+from oracle.exact.grid import Arithmetic, double
 from oracle.exact.rules.table import Compute, rule
 
 
@@ -39,7 +39,7 @@ def log_sigmoid_backward(exact: Arithmetic, grad: Tensor, x: Tensor, buffer: Ten
 @rule("aten::rsqrt")
 def rsqrt(exact: Arithmetic, x: Tensor) -> Tensor:
     """1 / sqrt(x): two correctly rounded steps, where hardware offers an approximation."""
-    return x.sqrt().reciprocal()
+    return double(x).sqrt().reciprocal()
 
 
 @rule("aten::sigmoid_backward")
@@ -106,25 +106,25 @@ def softplus_backward(exact: Arithmetic, grad: Tensor, x: Tensor, beta: float, t
 @rule("aten::mul")
 def mul(exact: Arithmetic, x: Tensor, other: Tensor | float) -> Tensor:
     """x other."""
-    return torch.mul(x, other)
+    return torch.mul(_floating(x, other), other)
 
 
 @rule("aten::div", "aten::true_divide")
 def div(exact: Arithmetic, x: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
     """x / other."""
-    return torch.div(x, other, rounding_mode=rounding_mode)
+    return torch.div(x if rounding_mode else double(x), other, rounding_mode=rounding_mode)
 
 
 @rule("aten::sqrt")
 def sqrt(exact: Arithmetic, x: Tensor) -> Tensor:
     """Correctly rounded by IEEE 754."""
-    return x.sqrt()
+    return double(x).sqrt()
 
 
 @rule("aten::reciprocal")
 def reciprocal(exact: Arithmetic, x: Tensor) -> Tensor:
     """1 / x."""
-    return x.reciprocal()
+    return double(x).reciprocal()
 
 
 @rule("aten::square")
@@ -133,26 +133,34 @@ def square(exact: Arithmetic, x: Tensor) -> Tensor:
     return x * x
 
 
+def _floating(x: Tensor, other: Tensor | float) -> Tensor:
+    """An integer tensor in float64 where a fraction meets it: torch would compute in float32."""
+    fraction = isinstance(other, float) and not x.is_floating_point() and x.dtype != torch.bool
+    return double(x) if fraction else x
+
+
 def _scaled(other: Tensor | float, alpha: float) -> Tensor | float:
     return other if alpha == 1 else other * alpha
 
 
-@rule("aten::add", on_grid=True)
+@rule("aten::add")
 def add(exact: Arithmetic, x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
     """x + alpha other, the product rounded on its own: a kernel may fuse the two."""
-    return torch.add(x, _scaled(other, alpha))
+    return torch.add(_floating(x, other), _scaled(other, alpha))
 
 
-@rule("aten::sub", on_grid=True)
+@rule("aten::sub")
 def sub(exact: Arithmetic, x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
     """x - alpha other."""
-    return torch.sub(x, _scaled(other, alpha))
+    return torch.sub(_floating(x, other), _scaled(other, alpha))
 
 
-@rule("aten::rsub", on_grid=True)
+@rule("aten::rsub")
 def rsub(exact: Arithmetic, x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
     """other - alpha x."""
-    return torch.sub(torch.as_tensor(other, dtype=torch.float64, device=x.device), _scaled(x, alpha))
+    scaled = _scaled(_floating(x, other), alpha)
+    assert isinstance(scaled, Tensor)
+    return torch.sub(other, scaled) if isinstance(other, Tensor) else torch.rsub(scaled, other)
 
 
 @rule("aten::leaky_relu")

@@ -18,7 +18,7 @@ MOVEMENT = """
     slice_backward slice_scatter select_scatter as_strided_scatter diagonal_scatter diagonal_backward
     flip roll repeat constant_pad_nd tril triu masked_select masked_scatter _unsafe_view
     _reshape_alias lift_fresh lift alias_copy fill zero nonzero nonzero_static repeat_interleave take
-    unfold_backward unfold_copy view_copy expand_copy permute_copy t_copy transpose_copy squeeze_copy
+    unfold_copy view_copy expand_copy permute_copy t_copy transpose_copy squeeze_copy
     unsqueeze_copy detach_copy split_copy split_with_sizes_copy chunk_cat _chunk_cat _pin_memory pin_memory
     _local_scalar_dense is_same_size equal resize resize_ set_ record_stream is_pinned block_diag
     diag_embed reflection_pad1d replication_pad1d channel_shuffle pixel_shuffle
@@ -27,7 +27,7 @@ MOVEMENT = """
 # The greatest, the least, the order: the same whatever order they are looked for in.
 ORDER = """
     amax amin aminmax max min argmax argmin sort argsort topk any all cummax cummin median kthvalue mode
-    searchsorted bucketize isin unique_dim _unique2 unique_consecutive bincount histc count_nonzero
+    searchsorted bucketize isin unique_dim _unique2 unique_consecutive histc count_nonzero
 """
 
 CREATION = """

@@ -23,7 +23,7 @@ def shifted(exact: Arithmetic, x: Tensor, dim: int) -> Tensor:
 def exponentials(exact: Arithmetic, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """exp(x - max) and its exact sum along ``dim``: each term is at most 1, so the bound is static."""
     terms = curve(exact, "exp", x)
-    exact.charge(x.shape[dim], exact.grid.curve, (x,))
+    exact.charge(x.shape[dim] if x.dim() else 1, exact.grid.curve, (x,))
     return terms, terms.sum(dim, keepdim=True)
 
 
@@ -46,7 +46,7 @@ def softmax_backward(
     exact: Arithmetic, grad: Tensor, p: Tensor, dim: int, input_dtype: torch.dtype | None = None
 ) -> Tensor:
     """p (grad - sum p grad)."""
-    return p * (grad - exact.total(p * grad, [dim], keepdim=True))
+    return p * (grad - exact.total(p * grad, [dim] if p.dim() else None, keepdim=True))
 
 
 @rule("aten::_log_softmax")
@@ -61,7 +61,7 @@ def log_softmax_backward(
     exact: Arithmetic, grad: Tensor, log_p: Tensor, dim: int, input_dtype: torch.dtype | None = None
 ) -> Tensor:
     """grad - p sum grad."""
-    return grad - curve(exact, "exp", log_p) * exact.total(grad, [dim], keepdim=True)
+    return grad - curve(exact, "exp", log_p) * exact.total(grad, [dim] if grad.dim() else None, keepdim=True)
 
 
 @rule("aten::logsumexp", on_grid=True)
@@ -71,5 +71,6 @@ def logsumexp(exact: Arithmetic, x: Tensor, dims: list[int], keepdim: bool = Fal
     most = x.amax(dims, keepdim=True)
     most = torch.where(most.isinf(), 0.0, most)
     terms = curve(exact, "exp", x - most)
-    result = most + curve(exact, "log", exact.total(terms, [d % x.dim() for d in dims], keepdim=True))
+    over = [d % x.dim() for d in dims] if x.dim() else None
+    result = most + curve(exact, "log", exact.total(terms, over, keepdim=True))
     return result if keepdim else result.squeeze(dims)

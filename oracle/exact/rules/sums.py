@@ -97,7 +97,7 @@ def std(
     return var(exact, x, dims, correction=correction, keepdim=keepdim).sqrt()
 
 
-@rule("aten::linalg_vector_norm")
+@rule("aten::linalg_vector_norm", on_grid=True)
 def vector_norm(
     exact: Arithmetic,
     x: Tensor,
@@ -109,7 +109,7 @@ def vector_norm(
 ) -> Tensor:
     """Norms of order 1, 2 and infinity."""
     if order == 2:
-        return exact.total(x * x, _dims(x, dims), keepdim).sqrt()
+        return exact.level(exact.total(x * x, _dims(x, dims), keepdim).sqrt())
     if order == 1:
         return exact.total(x.abs(), _dims(x, dims), keepdim)
     if math.isinf(order):
@@ -117,7 +117,7 @@ def vector_norm(
     raise ExactError(f"{exact.operator}: a norm of order {order} has no exact rule (1, 2 and inf have)")
 
 
-@rule("aten::norm")
+@rule("aten::norm", on_grid=True)
 def norm(
     exact: Arithmetic, x: Tensor, order: float | None = 2, dims: list[int] | None = None, keepdim: bool = False
 ) -> Tensor:
@@ -131,7 +131,7 @@ def index_add(exact: Arithmetic, x: Tensor, dim: int, index: Tensor, source: Ten
     if _is_integer(x):
         return torch.index_add(x, dim, index, source, alpha=alpha)
     start = exact.addend(x)
-    return exact.scatter(source if alpha == 1 else source * alpha, lambda s: start.index_add(dim, index, s))
+    return exact.scatter(start, source if alpha == 1 else source * alpha, lambda t, s: t.index_add(dim, index, s))
 
 
 @rule("aten::scatter_add", on_grid=True)
@@ -140,10 +140,10 @@ def scatter_add(exact: Arithmetic, x: Tensor, dim: int, index: Tensor, source: T
     if _is_integer(x):
         return torch.scatter_add(x, dim, index, source)
     start = exact.addend(x)
-    return exact.scatter(source, lambda s: start.scatter_add(dim, index, s))
+    return exact.scatter(start, source, lambda t, s: t.scatter_add(dim, index, s))
 
 
-@rule("aten::scatter_reduce")
+@rule("aten::scatter_reduce", on_grid=True)
 def scatter_reduce(
     exact: Arithmetic, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
@@ -169,7 +169,7 @@ def index_put(
     if not accumulate or _is_integer(x):
         return torch.ops.aten.index_put(x, indices, values, accumulate)
     start = exact.addend(x)
-    return exact.scatter(values, lambda v: torch.ops.aten.index_put(start, indices, v, True))
+    return exact.scatter(start, values, lambda t, v: torch.ops.aten.index_put(t, indices, v, True))
 
 
 @rule("aten::embedding_dense_backward", on_grid=True)
@@ -179,7 +179,12 @@ def embedding_backward(
     """Gradient of an embedding table: the gradients of each id's occurrences, summed."""
     if scale_grad_by_freq:
         raise ExactError(f"{exact.operator}: scale_grad_by_freq makes one sequence's gradient depend on the others")
-    return exact.scatter(grad, lambda g: torch.ops.aten.embedding_dense_backward(g, indices, rows, padding_idx, False))
+    table = grad.new_zeros(rows, grad.shape[-1], dtype=torch.float64)
+
+    def add(start: Tensor, g: Tensor) -> Tensor:
+        return start + torch.ops.aten.embedding_dense_backward(g, indices, rows, padding_idx, False)
+
+    return exact.scatter(table, grad, add)
 
 
 @rule("aten::nll_loss_forward")
