@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     sys.path.insert(0, str(Path.cwd()))  # an implementation in the current folder can be named
     torch.set_num_threads(1)  # with two threads the tiny models run many times slower
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     run = {"check": check, "replay": replay, "golden": compare_golden}[arguments.command]
     try:
         return run(arguments, console)

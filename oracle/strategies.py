@@ -11,7 +11,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from oracle.case import PAIR_LOSSES, Case, Group, Options, Rows, Stream, from_lengths
+from oracle.case import PAIR_LOSSES, POOLINGS, Case, Group, Options, Rows, Stream, from_lengths
 from oracle.models import VOCABULARY
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
@@ -62,8 +62,9 @@ def stream_layouts(draw: st.DrawFn, count: int, slots: bool = True, shuffled: bo
 @cache
 def options(pooling: str = "last") -> st.SearchStrategy[Options]:
     """Temperatures in use, powers of two and others, with and without the rest of the batch."""
+    poolings = st.sampled_from(POOLINGS) if pooling == "any" else st.just(pooling)
     temperatures = st.sampled_from([0.1, 1.0, 0.05, 0.01, 0.5])
-    return st.builds(Options, temperatures, st.booleans(), st.just(pooling))
+    return st.builds(Options, temperatures, st.booleans(), poolings)
 
 
 @cache
@@ -120,6 +121,7 @@ def cases(
         drawn[0].append(1)
     # Now and then the pad's and other special ids are ordinary tokens, or texts begin alike.
     first, alike = draw(st.sampled_from([3, 3, 0])), draw(st.sampled_from([False, False, False, True]))
+    alike = alike and not contrast
     return from_lengths(
         drawn,
         VOCABULARY,

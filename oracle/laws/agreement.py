@@ -66,6 +66,13 @@ def embeddings_equal_the_padded_ones(implementation: Any, case: Case) -> None:
     _refuse(difference, case, "against padded rows")
 
 
+@law("encode", share=12, pooling="any", longest=16)
+def every_pooling_equals_the_padded_one(implementation: Any, case: Case) -> None:
+    """So it does for every pooling: first token, maximum, mean, mean over the root of the length, weighted."""
+    difference = compare_embeddings(_expected(case, case.rows), _encoded(implementation, case))
+    _refuse(difference, case, f"{case.options.pooling} pooling, against padded rows")
+
+
 @law("encode", share=10, longest=16)
 def embeddings_equal_each_sequence_alone(implementation: Any, case: Case) -> None:
     """Every embedding equals, bit for bit, the one computed with its sequence alone."""

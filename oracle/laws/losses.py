@@ -19,13 +19,19 @@ WIDTH = 16
 # Sixteenths of a squared length of 1: rows of these entries, and their cosines, are exact.
 ENTRIES = ([0.5] * 4, [0.75, 0.5, 0.25, 0.25, 0.25], [0.25] * 16, [0.75] + [0.25] * 7, [0.5] * 3 + [0.25] * 4)
 
+DENSE = 2
 
-def unit_rows(count: int, seed: int) -> Tensor:
-    """[count, WIDTH] rows of length exactly 1, quarters in drawn places and with drawn signs."""
+
+def unit_rows(count: int, seed: int, dense: bool = False) -> Tensor:
+    """[count, WIDTH] rows of length exactly 1, quarters in drawn places and with drawn signs.
+
+    dense: nothing but quarters, so that no prefix is zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.zeros(count, WIDTH, dtype=torch.float64)
     for row in rows:
-        entries = ENTRIES[int(torch.randint(len(ENTRIES), (1,), generator=generator))]
+        drawn = int(torch.randint(len(ENTRIES), (1,), generator=generator))
+        entries = ENTRIES[DENSE if dense else drawn]
         places = torch.randperm(WIDTH, generator=generator)[: len(entries)]
         signs = 1 - 2 * torch.randint(2, (len(entries),), generator=generator)
         row[places] = torch.tensor(entries, dtype=torch.float64) * signs
@@ -42,7 +48,7 @@ def _loss(implementation: Any, embeddings: Tensor, labels: list[float], case: Ca
 
 
 def _equals_definition(implementation: Any, case: Case) -> None:
-    rows = unit_rows(len(case.sequences), case.seed)
+    rows = unit_rows(len(case.sequences), case.seed, dense=bool(case.options.matryoshka))
     with exact():
         found, gradient = _loss(implementation, rows, case.labels, case)
         leaf = rows.clone().requires_grad_()
@@ -71,7 +77,7 @@ def every_option_equals_its_definition(implementation: Any, case: Case) -> None:
 
 
 @law("loss", share=30, loss="hard_negatives")
-def hard_negatives_are_kept_and_drawn_again_as_defined(implementation: Any, case: Case) -> None:
+def hard_negatives_equal_their_definition(implementation: Any, case: Case) -> None:
     """A fixed number of hard negatives: the first ones kept, missing ones drawn from the group's own."""
     _equals_definition(implementation, case)
 

@@ -57,7 +57,7 @@ def _judge(implementation: Any, case: Case, expected_loss: Any, mean_of_ranks: b
 
 
 @law("rank_loss", share=8, loss="infonce", least_groups=4)
-def the_loss_and_gradient_over_ranks_are_one_processs(implementation: Any, case: Case) -> None:
+def loss_and_gradient_equal_one_process(implementation: Any, case: Case) -> None:
     """Every rank has the whole batch's loss, and the averaged gradient is the whole batch's, bit for bit."""
 
     def expected(leaf: Tensor, _: list[tuple[Group, ...]]) -> Tensor:
@@ -67,7 +67,7 @@ def the_loss_and_gradient_over_ranks_are_one_processs(implementation: Any, case:
 
 
 @law("rank_loss", share=3, loss="infonce", least_groups=4)
-def the_mean_of_the_ranks_means_is_offered_under_its_name(implementation: Any, case: Case) -> None:
+def mean_of_ranks_is_what_it_says(implementation: Any, case: Case) -> None:
     """Without use_batch, mean_of_ranks weighs each rank's mean the same, whatever number of groups it has."""
     options = case.options.__class__(temperature=case.options.temperature, use_batch=False)
 

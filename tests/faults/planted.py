@@ -363,6 +363,14 @@ class PositivesFirst(PaddingFree):
         return distributed.for_averaging(loss, group)
 
 
+class EveryTokenWeighsTheSame(_Encoder):
+    """The mean where the position-weighted mean was asked for."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        chosen = "mean" if pooling == "weighted_mean" else pooling
+        return encoder.encode(model, packed, chosen, self.backend)
+
+
 PLANTED: dict[str, type[PaddingFree]] = {
     "boundaries.lengths_are_recovered": StrictDecrease,
     "boundaries.slots_at_the_tail_change_nothing": TailSlotsCounted,
@@ -377,12 +385,13 @@ PLANTED: dict[str, type[PaddingFree]] = {
     "isolation.gradients_stay_within_the_sequence": BatchStatistics,
     "agreement.every_sequence_has_one_embedding": NotNormalised,
     "agreement.embeddings_equal_the_padded_ones": SecondLastPooled,
+    "agreement.every_pooling_equals_the_padded_one": EveryTokenWeighsTheSame,
     "agreement.embeddings_equal_each_sequence_alone": FirstKeyDropped,
     "agreement.the_last_token_is_pooled": FirstTokenPooled,
     "agreement.a_training_step_equals_the_padded_one": HalfGradient,
     "losses.infonce_equals_its_definition": TemperatureMultiplied,
     "losses.every_option_equals_its_definition": MaskedAfterDivision,
-    "losses.hard_negatives_are_kept_and_drawn_again_as_defined": PositiveResampled,
+    "losses.hard_negatives_equal_their_definition": PositiveResampled,
     "losses.matryoshka_equals_its_definition": PrefixNotRenormalised,
     "losses.the_papers_formula_equals_its_definition": SwiftForPaper,
     "losses.cosine_similarity_equals_its_definition": DistanceForCosine,
@@ -392,14 +401,14 @@ PLANTED: dict[str, type[PaddingFree]] = {
     "losses.labels_that_do_not_fit_are_refused": SurplusRowsIgnored,
     "replay.a_chunked_loss_equals_the_whole_one": ChunkLocalTargets,
     "replay.a_gradient_cache_equals_the_plain_step": LastMiniBatchOnly,
-    "ranks.the_loss_and_gradient_over_ranks_are_one_processs": GradientOverRanks,
-    "ranks.the_mean_of_the_ranks_means_is_offered_under_its_name": MeanOfAllGroups,
+    "ranks.loss_and_gradient_equal_one_process": GradientOverRanks,
+    "ranks.mean_of_ranks_is_what_it_says": MeanOfAllGroups,
 }
 
 # More faults than one for a law: law -> faults.
 FURTHER: list[tuple[str, type[PaddingFree]]] = [
-    ("ranks.the_loss_and_gradient_over_ranks_are_one_processs", LocalLabels),
-    ("ranks.the_loss_and_gradient_over_ranks_are_one_processs", PositivesFirst),
+    ("ranks.loss_and_gradient_equal_one_process", LocalLabels),
+    ("ranks.loss_and_gradient_equal_one_process", PositivesFirst),
     ("agreement.a_training_step_equals_the_padded_one", FirstKeyDropped),
     ("agreement.embeddings_equal_the_padded_ones", PositionsNeverReset),
     ("isolation.order_does_not_matter", NoBoundariesInAttention),

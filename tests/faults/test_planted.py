@@ -26,12 +26,13 @@ SMALLEST: dict[str, list[int] | None] = {
     "isolation.gradients_stay_within_the_sequence": [1, 1],
     "agreement.every_sequence_has_one_embedding": [1, 1],
     "agreement.embeddings_equal_the_padded_ones": [1, 2],
+    "agreement.every_pooling_equals_the_padded_one": [1, 2],
     "agreement.embeddings_equal_each_sequence_alone": [1, 2],
     "agreement.the_last_token_is_pooled": [1, 2],
     "agreement.a_training_step_equals_the_padded_one": [1, 1, 1],
     "losses.infonce_equals_its_definition": [1, 1, 1],
     "losses.every_option_equals_its_definition": None,
-    "losses.hard_negatives_are_kept_and_drawn_again_as_defined": None,
+    "losses.hard_negatives_equal_their_definition": None,
     "losses.matryoshka_equals_its_definition": None,
     "losses.the_papers_formula_equals_its_definition": None,
     "losses.cosine_similarity_equals_its_definition": [1, 1],
@@ -41,8 +42,8 @@ SMALLEST: dict[str, list[int] | None] = {
     "losses.labels_that_do_not_fit_are_refused": [1, 1, 1],
     "replay.a_chunked_loss_equals_the_whole_one": None,
     "replay.a_gradient_cache_equals_the_plain_step": [1, 1, 1],
-    "ranks.the_loss_and_gradient_over_ranks_are_one_processs": [1] * 8,
-    "ranks.the_mean_of_the_ranks_means_is_offered_under_its_name": None,
+    "ranks.loss_and_gradient_equal_one_process": [1] * 8,
+    "ranks.mean_of_ranks_is_what_it_says": None,
 }
 
 
