@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
-from torch.utils.checkpoint import checkpoint
 
 from impl.errors import EmbeddingError, LabelError
 
@@ -69,12 +70,30 @@ class InfoNCE:
         pieces = zip(batch.anchors.split(step), batch.positives.split(step), range(0, batch.count, step), strict=True)
         sums = []
         for anchors, positives, start in pieces:
-            arguments = (batch, self, start, anchors, positives, batch.anchors, batch.documents)
-            if self.chunk is None:
-                sums.append(_chunk_loss(*arguments))
-            else:
-                sums.append(checkpoint(_chunk_loss, *arguments, use_reentrant=False, preserve_rng_state=False))
+            tensors = (anchors, positives, batch.anchors, batch.documents)
+            run = partial(_chunk_loss, batch, self, start)
+            sums.append(run(*tensors) if self.chunk is None else _Again.apply(run, *tensors))
         return torch.stack(sums).sum(), batch.count
+
+
+class _Again(torch.autograd.Function):
+    """A function of tensors whose backward computes it again, so that only its inputs are kept.
+
+    torch.utils.checkpoint would do, but keeps what it computed again until the whole backward pass ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            again = ctx.run(*tensors)
+        return None, *torch.autograd.grad(again, tensors, gradients[0], allow_unused=True)
 
 
 def infonce(embeddings: Tensor, labels: Labels, temperature: float = 0.1, use_batch: bool = True) -> Tensor:

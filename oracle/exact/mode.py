@@ -147,10 +147,11 @@ class _Functions(TorchFunctionMode):
             return _COMPOSED[func](*args, **kwargs)
         if func in _PRODUCTS and not kwargs and args[0].dim() + args[1].dim() < 4 and min(args[0].dim(), args[1].dim()):
             return _product(*_PRODUCTS[func](*args))
-        if func is torch.Tensor.backward:
+        nested = torch._C._current_graph_task_id() != -1  # inside a backward pass gradients are scaled already
+        if func is torch.Tensor.backward and not nested:
             with _unscaling(self.retained, self.factor):
                 return _scaled_backward(self.factor, *args, **kwargs)
-        if func is torch.autograd.grad:
+        if func is torch.autograd.grad and not nested:
             return _scaled_grad(self.factor, *args, **kwargs)
         if func is torch.Tensor.retain_grad and not args[0].is_leaf:
             self.retained.add(args[0])
