@@ -214,6 +214,34 @@ class MaskedAfterDivision(PaddingFree):
         return super().loss(embeddings, labels, options)
 
 
+class ThresholdOfAnotherRow(PaddingFree):
+    """Each anchor's fake negatives are measured against its neighbour's positive."""
+
+    def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
+        if not options.mask_fake_negative or not options.use_batch or options.loss != "infonce":
+            return super().loss(embeddings, labels, options)
+        starts, sizes = losses.groups(labels, len(embeddings))
+        kept = torch.ones(len(embeddings), dtype=torch.bool).index_fill(0, torch.tensor(starts), False)
+        target = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+        similar = embeddings[torch.tensor(starts)] @ embeddings[kept].T
+        limit = similar.gather(1, target.unsqueeze(1)).detach().roll(1, 0) + options.fake_negative_margin
+        masked = similar.masked_fill(similar > limit, -torch.inf)
+        return torch.nn.functional.cross_entropy(masked / options.temperature, target)
+
+
+class BoundaryCountedTwice(_Encoder):
+    """The mean divides by one token too many."""
+
+    def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
+        if pooling not in ("mean", "mean_sqrt_len"):
+            return encoder.encode(model, packed, pooling, self.backend)
+        states = encoder.hidden_states(model, packed, self.backend)
+        pieces = packed.unpack(states)
+        following = [pieces[(i + 1) % len(pieces)][0] for i in range(len(pieces))]
+        means = [(p.sum(dim=0) + f) / (len(p) + 1) for p, f in zip(pieces, following, strict=True)]
+        return torch.nn.functional.normalize(torch.stack(means), dim=-1)
+
+
 class PositiveResampled(PaddingFree):
     """Missing hard negatives are drawn from positive and negatives but the last (ms-swift up to 4.5.3)."""
 
@@ -409,6 +437,8 @@ PLANTED: dict[str, type[PaddingFree]] = {
 FURTHER: list[tuple[str, type[PaddingFree]]] = [
     ("ranks.loss_and_gradient_equal_one_process", LocalLabels),
     ("ranks.loss_and_gradient_equal_one_process", PositivesFirst),
+    ("losses.every_option_equals_its_definition", ThresholdOfAnotherRow),
+    ("agreement.every_pooling_equals_the_padded_one", BoundaryCountedTwice),
     ("agreement.a_training_step_equals_the_padded_one", FirstKeyDropped),
     ("agreement.embeddings_equal_the_padded_ones", PositionsNeverReset),
     ("isolation.order_does_not_matter", NoBoundariesInAttention),
