@@ -185,6 +185,14 @@ def test_a_missing_gradient_differs_unless_it_should_be_zero() -> None:
     assert compare(good, replace(good, gradients=zero)) is None
 
 
+def test_the_size_of_a_difference_below_the_grid_is_told_inside_the_mode_too() -> None:
+    good = torch.full((1, 2), 0.5, dtype=torch.float64)
+    with exact():
+        difference = compare_embeddings(good, torch.full((1, 2), 0.5 + 2.0**-50, dtype=torch.float64))
+    assert difference is not None
+    assert difference.size == 2.0**-50
+
+
 def test_nan_never_passes_and_minus_zero_is_zero() -> None:
     nan = torch.full((2, 2), float("nan"), dtype=torch.float64)
     assert not same(nan, nan)
