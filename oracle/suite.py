@@ -150,7 +150,7 @@ def shares(laws: Sequence[Law], examples: int) -> dict[str, int]:
 def check(
     implementation: Any,
     model: str = "qwen3",
-    examples: int = 1200,
+    examples: int = 1100,
     seed: int = 0,
     stop_at_first: bool = True,
     progress: Progress | None = None,
