@@ -125,7 +125,8 @@ class _Operators(TorchDispatchMode):
         _state.inside_rule = True
         outer, self.arithmetic.operator = self.arithmetic.operator, func
         try:
-            return handler(self.arithmetic, func, args, kwargs)
+            with torch._C.DisableTorchFunction():  # a rule's own calls need not pass the function mode
+                return handler(self.arithmetic, func, args, kwargs)
         finally:
             _state.inside_rule = False
             self.arithmetic.operator = outer
