@@ -81,8 +81,7 @@ class PaddingFree:
 
         model.zero_grad()
         loss, embeddings = cache.cached_backward(embed, batches, lambda e: self.loss(e, case.labels, case.options))
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
+        gradients = _taken_gradients(model)
         return SimpleNamespace(embeddings=embeddings, loss=loss, gradients=gradients)
 
     def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
@@ -102,8 +101,7 @@ class PaddingFree:
         loss = self.loss(embeddings, case.labels, case.options)
         model.zero_grad()
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
+        gradients = _taken_gradients(model)
         assert added[0].grad is not None
         inputs = packed.unpack(added[0].grad[0])
         return SimpleNamespace(
@@ -113,6 +111,13 @@ class PaddingFree:
     def backends(self) -> dict[str, int]:
         """Which attention back ends ran so far, and in how many layers."""
         return dict(attention.ran)
+
+
+def _taken_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters' gradients by name, which the model no longer holds."""
+    taken = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return taken
 
 
 def _infonce(options: Any) -> losses.InfoNCE:

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oracle import losses, reference
-from oracle.case import POOLINGS, Case, Group, Options, Rows, Stream, from_lengths
+from oracle.case import POOLINGS, Case, Options, Rows, Stream, from_lengths
+from oracle.contract import training_step
 from oracle.exact import exact
 from oracle.laws.losses import unit_rows
 from oracle.models import MODELS, tiny
@@ -94,11 +95,6 @@ def goldens() -> dict[str, Golden]:
 # --- what oracle and implementation say -------------------------------------------------------------
 
 
-def spread(case: Case, ranks: int) -> list[tuple[Group, ...]]:
-    """The groups over ranks: one each, the last takes the rest."""
-    return [(group,) for group in case.groups[: ranks - 1]] + [case.groups[ranks - 1 :]]
-
-
 def by_oracle(golden: Golden) -> Outcome:
     """The oracle's outcome, on padded rows in one process."""
     if not golden.ranks:
@@ -121,12 +117,12 @@ def by_implementation(implementation: Any) -> Callable[[Golden], Outcome]:
         if not golden.ranks:
             model = tiny(case.model, case.seed)
             with exact():
-                made = implementation.step(model, case)
-            return Outcome(made.embeddings, made.loss, made.gradients)
-        rows, shares = unit_rows(len(case.sequences), case.seed), spread(case, golden.ranks)
-        parts = list(rows.split([sum(len(g.sequences) for g in share) for share in shares]))
-        labels = [Case(share, options=case.options).labels for share in shares]
-        results = over_ranks(implementation, parts, labels, case.options)
+                return training_step(implementation, model, case)
+        rows = unit_rows(len(case.sequences), case.seed)
+        results = over_ranks(implementation, case, rows, golden.ranks)
+        told = [result.loss.item() for result in results]
+        if len(set(told)) > 1:
+            raise GoldenError(f"the ranks disagree about the loss: {told}")
         gradient = torch.cat([result.gradient for result in results]) / golden.ranks
         return Outcome(rows, results[0].loss, {"embeddings": gradient})
 

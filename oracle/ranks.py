@@ -28,7 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oracle.case import Options
+from oracle.case import Case, Group, Options
 from oracle.contract import load
 from oracle.exact import Grid, exact
 
@@ -171,20 +171,27 @@ def pool() -> Pool:
     return started
 
 
+def spread(case: Case, ranks: int) -> list[tuple[Group, ...]]:
+    """The case's groups over ranks, unevenly: one each, the last rank takes the rest."""
+    return [(group,) for group in case.groups[: ranks - 1]] + [case.groups[ranks - 1 :]]
+
+
+def row_counts(shares: Sequence[tuple[Group, ...]]) -> list[int]:
+    """How many rows each rank holds."""
+    return [sum(len(group.sequences) for group in share) for share in shares]
+
+
 def over_ranks(
-    implementation: Any,
-    parts: Sequence[Tensor],
-    labels: Sequence[list[float]],
-    options: Options,
-    mean_of_ranks: bool = False,
+    implementation: Any, case: Case, rows: Tensor, ranks: int, mean_of_ranks: bool = False
 ) -> list[RankResult]:
-    """The implementation's ``rank_loss`` with rank r holding ``parts[r]`` [rows, d] and ``labels[r]``."""
-    name = specification(implementation)
-    shares = [
-        Share(name, len(parts), part.numpy(), own, options, mean_of_ranks)
-        for part, own in zip(parts, labels, strict=True)
-    ]
-    return pool().run(shares)
+    """The implementation's ``rank_loss`` with the case's groups, and their rows [n, d], ``spread`` over ranks."""
+    name, shares = specification(implementation), spread(case, ranks)
+    return pool().run(
+        [
+            Share(name, ranks, part.numpy(), Case(groups, options=case.options).labels, case.options, mean_of_ranks)
+            for part, groups in zip(rows.split(row_counts(shares)), shares, strict=True)
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -411,12 +411,12 @@ def _scaled_backward(
     inputs: Any = None,
 ) -> None:
     """``tensor.backward`` with the root's gradient times ``factor`` and every leaf's divided by it."""
-    targets = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-    if (gradient is None and tensor.numel() != 1) or any(not target.is_leaf for target in targets) or factor == 1:
-        if any(not target.is_leaf for target in targets):
-            raise ExactError("backward(inputs=...) of tensors that are no leaves: use exact(loss_scale=0)")
+    if factor == 1 or (gradient is None and tensor.numel() != 1):  # nothing to scale, or torch's own error
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
         return
+    targets = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
+    if any(not target.is_leaf for target in targets):
+        raise ExactError("backward(inputs=...) of tensors that are no leaves: use exact(loss_scale=0)")
     root = (torch.ones_like(tensor) if gradient is None else gradient) * factor
     hooks = [_unscale_first(leaf, factor) for leaf in _leaves([tensor])]
     try:
@@ -441,10 +441,12 @@ def _unscaling(retained: Iterable[Tensor], factor: float) -> Iterator[None]:
     before = [(tensor, tensor.grad) for tensor in retained]
     for tensor, _ in before:
         tensor.grad = None
-    yield
-    for tensor, old in before:
-        new = None if tensor.grad is None else _unscaled(tensor.grad, factor)
-        tensor.grad = new if old is None else old if new is None else old + new
+    try:
+        yield
+    finally:
+        for tensor, old in before:
+            new = None if tensor.grad is None else _unscaled(tensor.grad, factor)
+            tensor.grad = new if old is None else old if new is None else old + new
 
 
 def _scaled_grad(

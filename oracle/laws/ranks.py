@@ -13,47 +13,37 @@ from oracle.exact import exact
 from oracle.laws.law import Broken, law
 from oracle.laws.losses import unit_rows
 from oracle.outcome import gap, same
-from oracle.ranks import WORLDS, RankError, over_ranks
-
-
-def _spread(case: Case) -> list[tuple[Group, ...]]:
-    """The case's groups over two to four ranks, unevenly: the last rank gets what is left."""
-    world = min(WORLDS[case.seed % len(WORLDS)], len(case.groups))
-    return [(group,) for group in case.groups[: world - 1]] + [case.groups[world - 1 :]]
+from oracle.ranks import WORLDS, RankError, over_ranks, row_counts, spread
 
 
 def _judge(implementation: Any, case: Case, expected_loss: Any, mean_of_ranks: bool) -> None:
-    spread = _spread(case)
+    ranks = min(WORLDS[case.seed % len(WORLDS)], len(case.groups))
+    shares = spread(case, ranks)
     rows = unit_rows(len(case.sequences), case.seed)
-    parts = list(rows.split([sum(len(g.sequences) for g in share) for share in spread]))
-    labels = [Case(share, options=case.options).labels for share in spread]
     leaf = rows.clone().requires_grad_()
     with exact():
-        expected = expected_loss(leaf, spread)
+        expected = expected_loss(leaf, shares)
         expected.backward()
     assert leaf.grad is not None
-    shown = [f"groups of {[[len(g.sequences) for g in share] for share in spread]} rows on {len(spread)} ranks"]
+    shown = [f"groups of {[[len(g.sequences) for g in share] for share in shares]} rows on {ranks} ranks"]
     try:
-        results = over_ranks(implementation, parts, labels, case.options, mean_of_ranks)
+        results = over_ranks(implementation, case, rows, ranks, mean_of_ranks)
     except RankError as error:
         if "NotImplementedError" in str(error):
             raise NotImplementedError from error
         raise Broken(str(error), shown) from error
-    wanted: tuple[Tensor, ...] = leaf.grad.split([len(part) for part in parts])
+    wanted: tuple[Tensor, ...] = leaf.grad.split(row_counts(shares))
     for rank, (result, gradient) in enumerate(zip(results, wanted, strict=True)):
         if not same(result.loss, expected.detach()):
             raise Broken(
-                f"rank {rank} of {len(spread)} has the loss {float(result.loss):.17g}, "
-                f"one process {float(expected):.17g}",
+                f"rank {rank} of {ranks} has the loss {float(result.loss):.17g}, one process {float(expected):.17g}",
                 shown,
             )
         # The trainer averages over ranks, so before that each rank's gradient is so many times as large.
         # Three ranks' thirds are rounded: there the loss alone is compared in every bit.
-        if len(spread) in (2, 4) and not same(result.gradient, gradient * len(spread)):
-            size = gap(result.gradient / len(spread), gradient)
-            raise Broken(
-                f"rank {rank} of {len(spread)}: after averaging its rows' gradient is off by {size:.3g}", shown
-            )
+        if ranks in (2, 4) and not same(result.gradient, gradient * ranks):
+            size = gap(result.gradient / ranks, gradient)
+            raise Broken(f"rank {rank} of {ranks}: after averaging its rows' gradient is off by {size:.3g}", shown)
 
 
 @law("rank_loss", share=8, loss="infonce", least_groups=4)
@@ -71,9 +61,9 @@ def mean_of_ranks_is_what_it_says(implementation: Any, case: Case) -> None:
     """Without use_batch, mean_of_ranks weighs each rank's mean the same, whatever number of groups it has."""
     options = case.options.__class__(temperature=case.options.temperature, use_batch=False)
 
-    def expected(leaf: Tensor, spread: list[tuple[Group, ...]]) -> Tensor:
-        pieces = leaf.split([sum(len(g.sequences) for g in share) for share in spread])
-        means = [losses.loss(piece, Case(share).labels, options) for piece, share in zip(pieces, spread, strict=True)]
+    def expected(leaf: Tensor, shares: list[tuple[Group, ...]]) -> Tensor:
+        pieces = leaf.split(row_counts(shares))
+        means = [losses.loss(piece, Case(share).labels, options) for piece, share in zip(pieces, shares, strict=True)]
         return torch.stack(means).sum() / len(means)
 
     _judge(implementation, Case(case.groups, options=options, seed=case.seed), expected, True)

@@ -390,6 +390,11 @@ def test_what_scaling_cannot_reach_is_refused() -> None:
             (x * 2).backward()
         with pytest.raises(RuntimeError, match="scalar outputs"):
             torch.autograd.grad(x * 2, x)
+    with exact(loss_scale=0):  # as the message says
+        y = x * 2
+        y.sum().backward(inputs=[y])
+        checkpoint(lambda t: layer(t, weight), x, use_reentrant=True).sum().backward()
+    assert weight.grad is not None
 
 
 COMPLEX = torch.complex(torch.ones(4, 4), torch.ones(4, 4))

@@ -92,6 +92,20 @@ def test_a_boundary_off_by_one_names_the_first_sequence(few: Path) -> None:
     assert "it equals what sequence 1 should have" in told["lengths-all-ones"]
 
 
+class LastRankErrs(PaddingFree):
+    """Every rank but the first has another loss."""
+
+    def rank_loss(self, *arguments: Any) -> Tensor:
+        return super().rank_loss(*arguments) + torch.distributed.get_rank(arguments[3])
+
+
+def test_a_rank_that_differs_from_the_first_is_seen(few: Path) -> None:
+    found = golden.compare(LastRankErrs(), few)
+    (change,) = found.changes
+    assert (change.name, change.who) == ("ranks-2-shared", "implementation")
+    assert "the ranks disagree about the loss" in change.told
+
+
 def test_a_changed_default_temperature_names_the_options(
     few: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
