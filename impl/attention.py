@@ -136,9 +136,13 @@ def _interface(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]
     return forward
 
 
+def register(name: str, backend: Backend) -> None:
+    """Offers a back end to transformers, which builds no mask for it: no mask function has its name."""
+    AttentionInterface.register(PREFIX + name, _interface(name, backend))
+
+
 for _name, _backend in BACKENDS.items():
-    # No mask function is registered under these names, so transformers builds no mask.
-    AttentionInterface.register(PREFIX + _name, _interface(_name, _backend))
+    register(_name, _backend)
 
 
 def install(model: PreTrainedModel, backend: str | None = None) -> None:
@@ -147,15 +151,20 @@ def install(model: PreTrainedModel, backend: str | None = None) -> None:
     Needed with gradient checkpointing, which computes layers again when the forward pass is long over.
     """
     name = check_backend(backend or choose(model.device, model.dtype))
-    model.set_attn_implementation(PREFIX + name)
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
+    text = model.get_decoder()
+    text.set_attn_implementation(PREFIX + name)
+    if hasattr(text.config, "use_cache"):
+        text.config.use_cache = False
 
 
 @contextmanager
 def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
-    """The model with padding-free attention for a while, and without a cache."""
-    config = model.config
+    """The model with padding-free attention for a while, and without a cache.
+
+    A multimodal model's vision tower, which packs its images itself, keeps its own.
+    """
+    text = model.get_decoder()
+    config = text.config
     if config._attn_implementation == PREFIX + backend:
         yield
         return
@@ -165,12 +174,12 @@ def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
             "gradient checkpointing computes layers again after this call: impl.attention.install(model) first"
         )
     before, cached = config._attn_implementation, getattr(config, "use_cache", None)
-    model.set_attn_implementation(PREFIX + check_backend(backend))
+    text.set_attn_implementation(PREFIX + (backend if backend == "sharded" else check_backend(backend)))
     if cached is not None:
         config.use_cache = False
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        text.set_attn_implementation(before)
         if cached is not None:
             config.use_cache = cached

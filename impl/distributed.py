@@ -77,6 +77,12 @@ class _ForAveraging(torch.autograd.Function):
         return gradients[0] * ctx.ranks, None
 
 
+def rows_of_all(x: Tensor, counts: list[int], group: Group = None) -> Tensor:
+    """All ranks' x [counts[rank], ...] one after another, the same on every rank; its own carry their gradient."""
+    rows: Tensor = _Gather.apply(x, counts, group)
+    return rows
+
+
 def gather(embeddings: Tensor, labels: Tensor, group: Group = None) -> tuple[Tensor, Tensor]:
     """All ranks' embeddings [rows, d] and labels [m], in rank order, the same on every rank.
 
@@ -88,7 +94,7 @@ def gather(embeddings: Tensor, labels: Tensor, group: Group = None) -> tuple[Ten
             f"rank {dist.get_rank(group)}: {len(embeddings)} embeddings do not fit {len(labels)} labels "
             f"in {int((labels != 0).sum())} groups"
         )
-    rows = _Gather.apply(embeddings, _counts(len(embeddings), embeddings.device, group), group)
+    rows = rows_of_all(embeddings, _counts(len(embeddings), embeddings.device, group), group)
     everybodys = _all_gather(labels, _counts(len(labels), labels.device, group), group)
     return rows, everybodys
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,13 +13,17 @@ from impl.errors import BackendError, PackingError
 from impl.packing import Packed
 
 
-def hidden_states(model: PreTrainedModel, packed: Packed, backend: str | None = None) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, packed: Packed, backend: str | None = None, inputs: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """The last hidden states [T, d] of the stream, each token seeing its own sequence only.
 
     Args:
         model: a decoder or encoder whose attention goes through transformers' AttentionInterface.
         packed: on any device; moved to the model's.
         backend: "sdpa", "varlen" or "flash_attn"; None chooses by device and dtype.
+        inputs: further inputs of the model: a multimodal one's pixel_values and image_grid_thw, the images
+            in stream order (``multimodal.in_stream_order``).
 
     Raises:
         BackendError: the back end is unknown, cannot run here, or the model went round it.
@@ -28,8 +34,9 @@ def hidden_states(model: PreTrainedModel, packed: Packed, backend: str | None = 
     with using(model, name):
         output = model(
             input_ids=packed.input_ids.unsqueeze(0),
-            position_ids=packed.position_ids.unsqueeze(0),
+            position_ids=packed.position_ids.unsqueeze(-2),
             packing=packed,
+            **(inputs or {}),
         )
     if ran[name] == before:
         raise BackendError(f"{type(model).__name__} never called the attention back end {name}: its sequences may mix")
@@ -68,7 +75,16 @@ def pool(states: Tensor, packed: Packed, pooling: str = "last") -> Tensor:
     raise PackingError(f"no pooling {pooling!r}; there are {', '.join(POOLINGS)}")
 
 
-def encode(model: PreTrainedModel, packed: Packed, pooling: str = "last", backend: str | None = None) -> Tensor:
-    """L2-normalised embeddings [n, d] of a packed batch, in the caller's order; differentiable."""
-    vectors = pool(hidden_states(model, packed, backend), packed, pooling)
+def encode(
+    model: PreTrainedModel,
+    packed: Packed,
+    pooling: str = "last",
+    backend: str | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """L2-normalised embeddings [n, d] of a packed batch, in the caller's order; differentiable.
+
+    Arguments as in ``hidden_states`` and ``pool``.
+    """
+    vectors = pool(hidden_states(model, packed, backend, inputs), packed, pooling)
     return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-12)

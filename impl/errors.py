@@ -9,6 +9,10 @@ class BoundaryError(ValueError):
     """Position ids or cu_seqlens from which the sequences cannot be told apart with certainty."""
 
 
+class ShardingError(ValueError):
+    """Sizes, shards or heads that cannot be shared out."""
+
+
 class LabelError(ValueError):
     """Labels that do not fit the embeddings."""
 

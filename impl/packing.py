@@ -20,7 +20,8 @@ class Packed:
 
     Attributes:
         input_ids: int64 [T].
-        position_ids: int64 [T], counting from the model's first position in every sequence.
+        position_ids: int64 [T], counting from the model's first position in every sequence; [3, T] for
+            mRoPE (temporal, height, width), [4, T] with the text's positions before those.
         cu_seqlens: int32 [n + 1], where each sequence begins in the stream, and T.
         lengths: token counts in stream order, as Python integers.
         order: lengths' indices in the caller's batch: stream place -> sequence.
@@ -119,48 +120,123 @@ def _arrange(sequences: Sequence[Sequence[int]], order: Sequence[int] | str) -> 
 
 
 def from_stream(
-    input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None = None, first_position: int = 0
+    input_ids: Tensor,
+    position_ids: Tensor,
+    lengths: Sequence[int] | None = None,
+    first_position: int = 0,
+    count: int | None = None,
 ) -> Packed:
-    """A batch that somebody else packed, with or without slots (position id -1), slots removed.
+    """A batch that somebody else packed, with or without slots, slots removed.
 
-    Give ``lengths`` where they are known: then only the slots are looked for in ``position_ids``.
-    Without them the boundaries are recovered by ``boundaries``, or refused.
+    Give ``lengths`` where they are known: then pads after the last sequence may be numbered like one (0, 1,
+    2, ... or all 0), which no one could tell from it otherwise. Without them the boundaries are recovered
+    by ``boundaries``, or refused.
 
     Args:
-        input_ids, position_ids: int64 [T].
+        input_ids: int64 [T].
+        position_ids: int64 [T], or [3, T] or [4, T] for mRoPE.
         lengths: real tokens of each sequence, in stream order.
+        count: the number of sequences, if that alone is known.
+
+    Raises:
+        BoundaryError: names the slot, or the sequence.
     """
-    if input_ids.shape != position_ids.shape or input_ids.dim() != 1:
+    if input_ids.dim() != 1 or position_ids.shape[-1:] != input_ids.shape:
         shapes = f"{tuple(input_ids.shape)} and {tuple(position_ids.shape)}"
-        raise BoundaryError(f"input_ids and position_ids must be vectors of one length, found {shapes}")
-    real = position_ids != SLOT
+        raise BoundaryError(f"input_ids [T] and position_ids [T] or [rows, T] must be of one length, found {shapes}")
+    if lengths is None:
+        lengths = boundaries(position_ids, first_position=first_position, count=count)
+    real = real_tokens(position_ids, lengths, first_position)
+    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(input_ids.device)
+    order = tuple(range(len(lengths)))
+    return Packed(input_ids[real], position_ids[..., real], ends, tuple(lengths), order)
+
+
+def real_tokens(position_ids: Tensor, lengths: Sequence[int], first_position: int = 0) -> Tensor:
+    """int64 [sum of lengths]: where the sequences' tokens stand in a stream that may hold slots.
+
+    Slots are -1, anywhere after the first sequence's beginning; what follows the last sequence is a pad,
+    whatever its number.
+
+    Args:
+        position_ids: int64 [T], or [3, T] or [4, T] for mRoPE.
+        lengths: real tokens of each sequence, in stream order.
+
+    Raises:
+        BoundaryError: the positions contradict the lengths; names the sequence and the slot.
+    """
+    rows = _rows(position_ids)
+    places = [at for at, row in enumerate(rows) if row != (SLOT,) * len(row)]
+    total = 0
+    for i, length in enumerate(lengths):
+        if length < 1:
+            raise BoundaryError(f"lengths says sequence {i} has {length} tokens; an empty sequence has no embedding")
+        total += length
+    if len(places) < total:
+        raise BoundaryError(f"lengths sum to {total}, the stream holds {len(places)} tokens that are not slots")
+    taken = 0
+    for i, length in enumerate(lengths):
+        own = places[taken : taken + length]
+        if own[-1] - own[0] + 1 != length:
+            raise BoundaryError(f"lengths says sequence {i} has {length} tokens from slot {own[0]}: slots stand inside")
+        found = _lengths([rows[at] for at in own], first_position, own[0])
+        if len(found) != 1:
+            raise BoundaryError(
+                f"lengths says sequence {i} has {length} tokens from slot {own[0]}, "
+                f"but another sequence begins at slot {own[0] + found[0]}"
+            )
+        taken += length
+    return torch.tensor(places[:total], device=position_ids.device)
+
+
+def unpack(
+    values: Tensor, position_ids: Tensor, lengths: Sequence[int] | None = None, first_position: int = 0
+) -> list[Tensor]:
+    """Per-token values [T, ...] of a stream with slots: one [length, ...] for each sequence, in stream order.
+
+    Slots are left out by index, never by multiplication: NaN in a slot, or in a slot's gradient, stays there.
+
+    Args:
+        position_ids, lengths: as in ``from_stream``.
+    """
+    if len(values) != position_ids.shape[-1]:
+        raise BoundaryError(f"{len(values)} values for a stream of {position_ids.shape[-1]} slots and tokens")
     if lengths is None:
         lengths = boundaries(position_ids, first_position=first_position)
-    elif sum(lengths) != int(real.sum()):
-        raise BoundaryError(f"lengths sum to {sum(lengths)}, the stream holds {int(real.sum())} real tokens")
-    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(input_ids.device)
-    return Packed(input_ids[real], position_ids[real], ends, tuple(lengths), tuple(range(len(lengths))))
+    real = real_tokens(position_ids, lengths, first_position)
+    return list(values.index_select(0, real).split(list(lengths)))
 
 
 def boundaries(
     position_ids: Tensor | Sequence[int] | None = None,
     *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
     total: int | None = None,
     first_position: int = 0,
     count: int | None = None,
 ) -> list[int]:
     """The sequences' lengths, from position ids or from cu_seqlens: exactly, or not at all.
 
-    Position ids count from ``first_position`` in every sequence, so a sequence begins wherever that
-    value stands (a one-token sequence beside another is 0, 0: no decrease, but a beginning). A slot is
-    -1 and may follow a sequence, never precede the first or stand inside one. Whatever does not read so
-    is refused. What position ids cannot show, an empty sequence or one that counts on where its
-    neighbour stopped, is refused if ``count`` says how many sequences there are.
+    What position ids alone can show, and what not:
+
+    ====================================================  =====================================
+    one row: ``first_position``, +1, +1, ...              recovered: a sequence begins at every
+                                                          ``first_position`` (0, 0 is two of one token)
+    slots of -1 at the tail, after each sequence, both    recovered
+    three rows of mRoPE                                   recovered: a sequence begins where all are 0
+    four rows, the text's positions first                 recovered from the first row
+    slots of -1 before or inside a sequence               refused
+    a sequence that begins elsewhere, skips or repeats    refused
+    pads numbered 0, 1, 2, ... or all 0                   read like sequences; refused with ``count``,
+                                                          right with ``lengths``
+    an empty sequence, one that counts on from the last   invisible; refused with ``count`` or ``lengths``
+    ====================================================  =====================================
 
     Args:
-        position_ids: [T] integers.
+        position_ids: [T] integers, or [3, T] (temporal, height, width), or [4, T] (text, then those).
         cu_seqlens: [n + 1] integers instead: from 0, rising, to ``total`` where that is given.
+        lengths: the lengths, if known: they are checked against the position ids.
         count: the number of sequences, if known.
 
     Raises:
@@ -169,15 +245,28 @@ def boundaries(
     if (position_ids is None) == (cu_seqlens is None):
         raise BoundaryError("give either position_ids or cu_seqlens")
     if cu_seqlens is not None:
-        lengths = _from_cu_seqlens(_integers(cu_seqlens, "cu_seqlens"), total)
+        found = _from_cu_seqlens(_integers(cu_seqlens, "cu_seqlens"), total)
+    elif lengths is not None:
+        real_tokens(torch.as_tensor(position_ids), lengths, first_position)
+        found = list(lengths)
     else:
         assert position_ids is not None
-        lengths = _from_positions(_integers(position_ids, "position_ids"), first_position)
-    if count is not None and len(lengths) != count:
+        found = _lengths(_rows(position_ids), first_position)
+    if count is not None and len(found) != count:
         raise BoundaryError(
-            f"{len(lengths)} sequences found where {count} were packed: one is empty or counts on from its neighbour"
+            f"{len(found)} sequences found where {count} were packed: "
+            + ("one is empty or counts on from its neighbour" if len(found) < count else "pads are numbered like one")
         )
-    return lengths
+    return found
+
+
+def _rows(position_ids: Tensor | Sequence[int]) -> list[tuple[int, ...]]:
+    """Position ids token by token: one, three or four numbers each."""
+    if not isinstance(position_ids, Tensor):
+        return [(int(position),) for position in position_ids]
+    if position_ids.dim() == 2 and position_ids.shape[0] in (3, 4) and not position_ids.is_floating_point():
+        return [tuple(column) for column in position_ids.T.tolist()]
+    return [(position,) for position in _integers(position_ids, "position_ids")]
 
 
 def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
@@ -204,19 +293,33 @@ def _from_cu_seqlens(ends: list[int], total: int | None) -> list[int]:
     return lengths
 
 
-def _from_positions(positions: list[int], first: int) -> list[int]:
-    if not positions:
+def _lengths(rows: list[tuple[int, ...]], first: int, offset: int = 0) -> list[int]:
+    """Lengths of the sequences in ``rows``, whose first one stands at slot ``offset``."""
+    if not rows:
         raise BoundaryError("position_ids is empty: there is no sequence")
+    if len(rows[0]) == 1:
+        return _from_text([row[0] for row in rows], first, offset)
+    if len(rows[0]) == 3:
+        return _from_mrope(rows, offset)
+    found = _from_text([row[0] for row in rows], first, offset)
+    axes = _from_mrope([row[1:] for row in rows], offset)
+    if found != axes:
+        wrong = next((i for i, (a, b) in enumerate(zip(found, axes, strict=False)) if a != b), 0)
+        raise BoundaryError(f"the text's row and the three axes disagree from sequence {wrong} on")
+    return found
+
+
+def _from_text(positions: list[int], first: int, offset: int) -> list[int]:
     lengths: list[int] = []
     before = None
-    for at, position in enumerate(positions):
+    for at, position in enumerate(positions, offset):
         if position == first:
             lengths.append(1)
         elif position == SLOT:
             if before is None:
-                raise BoundaryError("slot 0 is -1 before any sequence: slots may only follow one")
+                raise BoundaryError(f"slot {at} is -1 before any sequence: slots may only follow one")
         elif before is None:
-            raise BoundaryError(f"slot 0 holds position {position}; a sequence begins at {first}")
+            raise BoundaryError(f"slot {at} holds position {position}; a sequence begins at {first}")
         elif before == SLOT:
             raise BoundaryError(f"slot {at} holds position {position} after slots of -1; a sequence begins at {first}")
         elif position == before + 1:
@@ -227,3 +330,52 @@ def _from_positions(positions: list[int], first: int) -> list[int]:
             )
         before = position
     return lengths
+
+
+def _from_mrope(rows: list[tuple[int, ...]], offset: int) -> list[int]:
+    """A sequence is made of text (three equal numbers, rising by one) and of image or video grids."""
+    lengths: list[int] = []
+    expected: tuple[int, ...] = ()  # where the sequence may go on
+    at = 0
+    while at < len(rows):
+        row = rows[at]
+        if row == (SLOT, SLOT, SLOT):
+            if not lengths:
+                raise BoundaryError(f"slot {at + offset} is -1 before any sequence: slots may only follow one")
+            expected, at = (), at + 1
+            continue
+        base = row[0]
+        if row == (0, 0, 0):
+            lengths.append(0)
+        elif row != (base, base, base) or base not in expected:
+            where = f"{' or '.join(map(str, expected))} on all axes" if expected else "0 on all axes"
+            raise BoundaryError(f"slot {at + offset} holds position {row}; expected {where}, or a new sequence's 0")
+        size, expected = _grid(rows, at)
+        lengths[-1] += size
+        at += size
+    return lengths
+
+
+def _grid(rows: list[tuple[int, ...]], at: int) -> tuple[int, tuple[int, ...]]:
+    """The largest grid (frames, height, width in raster order) that begins at ``at``: its size, and where
+    text may go on after it. A single text token is a grid of one.
+
+    Qwen2-VL goes on after the greatest position, transformers 5 after the longer side.
+    """
+    t, h, w = rows[at]
+    width = 1
+    while at + width < len(rows) and rows[at + width] == (t, h, w + width):
+        width += 1
+    height = 1
+    while rows[at + height * width : at + (height + 1) * width] == [(t, h + height, w + i) for i in range(width)]:
+        height += 1
+    area, last = height * width, t
+    frame = [row[1:] for row in rows[at : at + area]]
+    size = area
+    while at + size + area <= len(rows):
+        times = {row[0] for row in rows[at + size : at + size + area]}
+        if len(times) != 1 or min(times) <= last or [row[1:] for row in rows[at + size : at + size + area]] != frame:
+            break
+        last, size = min(times), size + area
+    longest = max(height, width)
+    return size, tuple(sorted({t + longest, t + max(longest, last - t + 1)}))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import attention, cache, distributed, encoder, losses, packing
+from impl import attention, cache, distributed, encoder, losses, multimodal, packing
 
 PAIRS = {
     "cosine_similarity": losses.cosine_similarity,
@@ -34,21 +34,39 @@ class PaddingFree:
 
     def pack(self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any) -> packing.Packed:
         """Builds the stream that ``layout`` asks for, slots and all, and takes the slots out again."""
-        first = _first_position(model)
-        count = len(sequences)
-        order = range(count) if layout.order is None else layout.order
-        plain = packing.pack(sequences, list(order), first, model.config.vocab_size)
-        if layout.tail == layout.each == 1:
-            return plain
-        ids, positions = _with_slots(plain, layout.each, layout.tail, layout.junk, model.config.vocab_size)
-        compact = packing.from_stream(ids, positions, plain.lengths, first)
-        return packing.Packed(compact.input_ids, compact.position_ids, compact.cu_seqlens, compact.lengths, plain.order)
+        order = range(len(sequences)) if layout.order is None else layout.order
+        plain = packing.pack(sequences, list(order), _first_position(model), _vocabulary(model))
+        return _through_slots(plain, layout, model)
 
     def encode(
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"
     ) -> Tensor:
         """Embeddings [n, d] in the sequences' order."""
         return encoder.encode(model, self.pack(model, sequences, layout), pooling, self.backend)
+
+    def encode_multimodal(
+        self,
+        model: PreTrainedModel,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[Sequence[Any]],
+        layout: Any,
+        pooling: str = "last",
+    ) -> Tensor:
+        """``encode`` of sequences with images."""
+        order = list(range(len(sequences)) if layout.order is None else layout.order)
+        grids = [[image.grid for image in own] for own in images]
+        merge = model.config.vision_config.spatial_merge_size
+        plain = multimodal.pack(sequences, grids, model.config.image_token_id, merge, order, _vocabulary(model))
+        packed = _through_slots(plain, layout, model)
+        inputs = {}
+        if shown := multimodal.in_stream_order(packed, images):
+            inputs["pixel_values"] = torch.cat([image.patches for image in shown])
+            inputs["image_grid_thw"] = torch.tensor([image.grid for image in shown])
+        return encoder.encode(model, packed, pooling, self.backend, inputs)
+
+    def unpack(self, values: Tensor, position_ids: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """See ``impl.packing.unpack``."""
+        return packing.unpack(values, position_ids, lengths)
 
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
         """The loss that ``options`` ask for."""
@@ -76,7 +94,7 @@ class PaddingFree:
         first = _first_position(model)
 
         def embed(batch: Sequence[Sequence[int]]) -> Tensor:
-            packed = packing.pack(batch, first_position=first, vocabulary=model.config.vocab_size)
+            packed = packing.pack(batch, first_position=first, vocabulary=_vocabulary(model))
             return encoder.encode(model, packed, case.options.pooling, self.backend)
 
         model.zero_grad()
@@ -139,22 +157,36 @@ def _first_position(model: PreTrainedModel) -> int:
     return model.config.pad_token_id + 1 if "roberta" in model.config.model_type else 0
 
 
-def _with_slots(packed: packing.Packed, each: int, tail: int, junk: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The stream with slots after every sequence to a multiple of ``each`` and at the end of ``tail``."""
+def _vocabulary(model: PreTrainedModel) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+def _through_slots(plain: packing.Packed, layout: Any, model: PreTrainedModel) -> packing.Packed:
+    """The stream that ``layout`` asks for, slots and all, and the slots taken out again."""
+    if layout.tail == layout.each == 1:
+        return plain
+    ids, positions = _with_slots(plain, layout, _vocabulary(model))
+    compact = packing.from_stream(ids, positions, plain.lengths, _first_position(model))
+    return replace(compact, order=plain.order)
+
+
+def _with_slots(packed: packing.Packed, layout: Any, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Ids and positions with slots after every sequence and at the end, as ``layout`` says."""
+    generator = torch.Generator().manual_seed(layout.junk)
     ids: list[Tensor] = []
     positions: list[Tensor] = []
-    generator = torch.Generator().manual_seed(junk)
 
-    def add_slots(count: int) -> None:
-        ids.append(torch.randint(vocabulary, (count,), generator=generator))
-        positions.append(torch.full((count,), packing.SLOT))
+    def add_slots(numbers: Tensor) -> None:
+        ids.append(torch.randint(vocabulary, (len(numbers),), generator=generator))
+        positions.append(numbers.expand(*packed.position_ids.shape[:-1], -1))
 
-    pieces = zip(
-        packed.input_ids.split(list(packed.lengths)), packed.position_ids.split(list(packed.lengths)), strict=True
-    )
-    for tokens, places in pieces:
+    lengths = list(packed.lengths)
+    for tokens, places in zip(packed.input_ids.split(lengths), packed.position_ids.split(lengths, -1), strict=True):
         ids.append(tokens)
         positions.append(places)
-        add_slots(-len(tokens) % each)
-    add_slots(-sum(len(piece) for piece in ids) % tail)
-    return torch.cat(ids), torch.cat(positions)
+        add_slots(torch.full((-len(tokens) % layout.each,), packing.SLOT))
+    missing = -sum(map(len, ids)) % layout.tail
+    kinds = {"slots": torch.full((missing,), packing.SLOT), "counted": torch.arange(missing)}
+    add_slots(kinds.get(layout.pads, torch.zeros(missing, dtype=torch.int64)))
+    return torch.cat(ids), torch.cat(positions, dim=-1)

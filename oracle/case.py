@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ POOLINGS = ("last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean")
 PAIR_LOSSES = ("cosine_similarity", "contrastive", "online_contrastive")
 LOSSES = ("infonce", "qwen3", *PAIR_LOSSES)
 SIDES = ("right", "left")
+PADS = ("slots", "counted", "zeros")
+
+IMAGE_ID = 128  # stands for one token of an image; text ids lie below
+PATCHES = 4  # patches of an image that one of its tokens stands for: two by two
+
+Grid = tuple[int, int, int]
 
 
 class CaseError(ValueError):
@@ -106,16 +113,20 @@ class Stream:
 
     tail: slots (position id -1) at the end until the whole divides by it (Ulysses).
     each: slots after every sequence until it divides by it (ring). junk: as in ``Rows``, for the slots.
+    pads: how the slots at the tail are numbered: "slots" -1, "counted" 0, 1, 2, ..., "zeros" all 0.
     """
 
     order: tuple[int, ...] | None = None
     tail: int = 1
     each: int = 1
     junk: int = 0
+    pads: str = "slots"
 
     def __post_init__(self) -> None:
         if self.tail < 1 or self.each < 1:
             raise CaseError(f"multiples must be at least 1, found tail {self.tail} and each {self.each}")
+        if self.pads not in PADS:
+            raise CaseError(f"pads must be one of {', '.join(PADS)}, found {self.pads!r}")
 
     def arranged(self, count: int) -> tuple[int, ...]:
         """The order as a permutation of range(count)."""
@@ -126,8 +137,38 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """The processes of a sharded step: how many share a sequence, and how many batches run beside each other.
+
+    Rank = (data rank * ring + ring rank) * ulysses + Ulysses rank.
+    """
+
+    ulysses: int = 1
+    ring: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.ulysses, self.ring, self.data) < 1:
+            raise CaseError(f"a mesh's sizes must be at least 1, found {self}")
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share each sequence."""
+        return self.ulysses * self.ring
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.sharing * self.data
+
+
+@dataclass(frozen=True)
 class Case:
-    """Groups, how they are laid out both ways, the options, and the model by name and seed."""
+    """Groups, how they are laid out both ways, the options, and the model by name and seed.
+
+    images: grids in patches (frames, height, width), in row order: each run of IMAGE_ID in a sequence is
+        the next one. mesh: the processes, for sharded steps.
+    """
 
     groups: tuple[Group, ...]
     rows: Rows = field(default_factory=Rows)
@@ -135,6 +176,8 @@ class Case:
     options: Options = field(default_factory=Options)
     model: str = "qwen3"
     seed: int = 0
+    images: tuple[Grid, ...] = ()
+    mesh: Mesh = field(default_factory=Mesh)
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -150,6 +193,8 @@ class Case:
                 if min(ids) < 0:
                     raise CaseError(f"group {g}: its {name} holds the token id {min(ids)}")
         self.stream.arranged(len(self.sequences))
+        if self.images:
+            grids(self.sequences, self.images)
 
     @property
     def sequences(self) -> list[tuple[int, ...]]:
@@ -182,10 +227,14 @@ class Case:
                 options=Options(**_options(raw.get("options", {}))),
                 model=raw.get("model", cls.model),
                 seed=raw.get("seed", cls.seed),
+                images=tuple(_grid(grid) for grid in raw.get("images", ())),
+                mesh=Mesh(**raw.get("mesh", {})),
             )
         except json.JSONDecodeError as error:
             raise CaseError(f"not JSON: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            if isinstance(error, CaseError):
+                raise
             raise CaseError(f"not a case: {error}") from error
 
     @classmethod
@@ -214,6 +263,25 @@ def from_lengths(
     return Case(tuple(Group(s[0], s[1], tuple(s[2:])) for s in take), **rest)
 
 
+def from_parts(groups: Sequence[Sequence[Sequence[int | Grid]]], vocabulary: int = 128, **rest: Any) -> Case:
+    """A case whose sequences are parts: a number is so many tokens of text, a triple an image of so many patches."""
+    stream = iter(distinct_ids(sum(p for g in groups for s in g for p in s if isinstance(p, int)), vocabulary))
+    images: list[Grid] = []
+
+    def tokens(sequence: Sequence[int | Grid]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for part in sequence:
+            if isinstance(part, int):
+                ids += [next(stream) for _ in range(part)]
+            else:
+                images.append(part)
+                ids += [IMAGE_ID] * (part[0] * part[1] * part[2] // PATCHES)
+        return tuple(ids)
+
+    take = [[tokens(sequence) for sequence in group] for group in groups]
+    return Case(tuple(Group(s[0], s[1], tuple(s[2:])) for s in take), images=tuple(images), **rest)
+
+
 def distinct_ids(count: int, vocabulary: int, first: int = 3) -> list[int]:
     """Token ids in which neighbours differ and each residue comes round before it repeats.
 
@@ -228,6 +296,38 @@ def _coprime(a: int, b: int) -> bool:
     while b:
         a, b = b, a % b
     return a == 1
+
+
+def grids(sequences: Sequence[Sequence[int]], images: Sequence[Grid]) -> list[list[Grid]]:
+    """The images of each sequence: every run of IMAGE_ID is the next one.
+
+    Raises CaseError where a run is not as long as its image, or there are too few or too many images.
+    """
+    taken, found = 0, []
+    for i, ids in enumerate(sequences):
+        own = []
+        for token, run in groupby(ids):
+            if token != IMAGE_ID:
+                continue
+            if taken == len(images):
+                raise CaseError(f"sequence {i} holds image tokens, but all {taken} images are used up")
+            length, (frames, height, width) = len(list(run)), images[taken]
+            if length * PATCHES != frames * height * width or height % 2 or width % 2:
+                raise CaseError(
+                    f"sequence {i}: {length} image tokens do not fit image {taken} of {images[taken]} patches, "
+                    f"{PATCHES} to a token"
+                )
+            own.append(images[taken])
+            taken += 1
+        found.append(own)
+    if taken < len(images):
+        raise CaseError(f"{len(images)} images for {taken} runs of the image token")
+    return found
+
+
+def _grid(raw: Sequence[int]) -> Grid:
+    frames, height, width = raw
+    return int(frames), int(height), int(width)
 
 
 def _names(group: Group) -> list[str]:

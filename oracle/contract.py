@@ -14,7 +14,22 @@ from oracle import losses
 from oracle.case import Case, Options, Stream
 from oracle.outcome import Outcome
 
-SURFACES = ("boundaries", "encode", "loss", "step", "chunked_loss", "cached_step", "rank_loss")
+SURFACES = (
+    "boundaries",
+    "unpack",
+    "encode",
+    "encode_multimodal",
+    "loss",
+    "step",
+    "chunked_loss",
+    "cached_step",
+    "rank_loss",
+    "split",
+    "gather",
+    "sharded_attention",
+    "sharded_step",
+    "streaming_step",
+)
 
 
 class Implementation(Protocol):
@@ -24,11 +39,26 @@ class Implementation(Protocol):
     that really ran.
     """
 
-    def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
+    def boundaries(
+        self,
+        position_ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        count: int | None = None,
+    ) -> list[int]:
         """Lengths of the sequences in a stream; raises where they cannot be known.
 
-        position_ids: int64 [T], 0, 1, 2, ... in every sequence, -1 in slots. Or cu_seqlens: int32
-        [n + 1]. Slots may follow a sequence, or the last one.
+        position_ids: int64 [T], 0, 1, 2, ... in every sequence, -1 in slots; mRoPE's [3, T], or [4, T] with
+        the text's first. Or cu_seqlens: int32 [n + 1]. Slots may follow a sequence, or the last one.
+        count, lengths: what is known already; laws about them pass where the method does not take them.
+        """
+        ...
+
+    def unpack(self, values: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Per-token values [T, ...] of a stream with slots: one [length, ...] a sequence, in stream order.
+
+        position_ids: int64 [T], slots -1, or after the last sequence numbered like one.
         """
         ...
 
@@ -36,6 +66,19 @@ class Implementation(Protocol):
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Stream, pooling: str = "last"
     ) -> Tensor:
         """L2-normalised embeddings [n, d], in the sequences' order, whatever the layout's; differentiable."""
+        ...
+
+    def encode_multimodal(
+        self,
+        model: PreTrainedModel,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[Sequence[Any]],
+        layout: Stream,
+        pooling: str = "last",
+    ) -> Tensor:
+        """``encode`` of sequences with images: each run of the model's image token is the next of the
+        sequence's ``images``, which have a ``grid`` (frames, height, width) and ``patches`` [patches, numbers].
+        """
         ...
 
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Options) -> Tensor:

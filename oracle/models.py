@@ -13,7 +13,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-VOCABULARY = 128
+from oracle.case import IMAGE_ID, PATCHES
+
+VOCABULARY = 128  # text ids; IMAGE_ID comes next
 PAD_ID = 0
 HIDDEN = 32
 
@@ -26,32 +28,34 @@ class ModelKind:
     """How to build one architecture, and what a caller must know of it.
 
     causal: each token sees only what comes before it, so the last token is the natural one to pool.
-    first_position: position id of a sequence's first token.
+    first_position: position id of a sequence's first token. visual: it takes images.
     """
 
     build: Callable[[], PreTrainedModel]
     causal: bool = True
     first_position: int = 0
+    visual: bool = False
+
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "pad_token_id": PAD_ID,
+    "use_cache": False,
+}
 
 
 def _decoder(
     model: type[PreTrainedModel], config: type[PreTrainedConfig], **extra: Any
 ) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
-        shape: dict[str, Any] = {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 4096,
-            "pad_token_id": PAD_ID,
-            "rope_theta": ROPE_BASE,
-            "use_cache": False,
-        }
-        return model(config(**(shape | extra)))
+        return model(config(**(_TEXT | {"rope_theta": ROPE_BASE} | extra)))
 
     return build
 
@@ -78,8 +82,41 @@ def _encoder(
 
 _ROPE = {"rope_type": "default", "rope_theta": ROPE_BASE}
 
+PATCH_SIZE = 2  # pixels, each way; one frame, three colours
+PATCH_NUMBERS = PATCH_SIZE * PATCH_SIZE * 3
+
+
+def _visual(
+    model: type[PreTrainedModel], config: type[PreTrainedConfig], rope: dict[str, Any], **extra: Any
+) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        text = _TEXT | {"vocab_size": IMAGE_ID + 1, "bos_token_id": None, "eos_token_id": None}
+        tower: dict[str, Any] = {
+            "depth": 2,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 24,
+            "patch_size": PATCH_SIZE,
+            "temporal_patch_size": 1,
+            "spatial_merge_size": math.isqrt(PATCHES),
+            "out_hidden_size": HIDDEN,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": ROPE_BASE},
+        }
+        return model(
+            config(
+                text_config=text | {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]} | rope},
+                vision_config=tower | extra,
+                image_token_id=IMAGE_ID,
+                video_token_id=IMAGE_ID + 1,
+            )
+        )
+
+    return build
+
 MODELS: dict[str, ModelKind] = {
     "qwen3": ModelKind(_decoder(transformers.Qwen3Model, transformers.Qwen3Config)),
+    # As many key-value heads as heads, so that four Ulysses ranks can share them.
+    "qwen3-mha": ModelKind(_decoder(transformers.Qwen3Model, transformers.Qwen3Config, num_key_value_heads=4)),
     "llama": ModelKind(_decoder(transformers.LlamaModel, transformers.LlamaConfig)),
     "mistral": ModelKind(_decoder(transformers.MistralModel, transformers.MistralConfig, sliding_window=4)),
     "gemma3": ModelKind(
@@ -126,7 +163,29 @@ MODELS: dict[str, ModelKind] = {
         ),
         causal=False,
     ),
+    "qwen2.5-vl": ModelKind(
+        _visual(
+            transformers.Qwen2_5_VLModel,
+            transformers.Qwen2_5_VLConfig,
+            {},
+            window_size=8,
+            fullatt_block_indexes=[1],
+        ),
+        visual=True,
+    ),
+    "qwen3-vl": ModelKind(
+        _visual(
+            transformers.Qwen3VLModel,
+            transformers.Qwen3VLConfig,
+            {"mrope_interleaved": True},
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        visual=True,
+    ),
 }
+
+VISUAL = tuple(name for name, each in MODELS.items() if each.visual)
 
 
 class UnknownModelError(ValueError):

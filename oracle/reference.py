@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from oracle import losses
 from oracle.case import Case, Rows
+from oracle.images import Images, grids_of, model_inputs
 from oracle.layout import PaddedRows, padded_rows
 from oracle.models import input_embeddings, kind
 from oracle.outcome import Outcome
@@ -35,7 +36,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_sequences(model: PreTrainedModel, sequences: Sequences) -> None:
     """Refuses an empty batch, an empty sequence and ids outside the vocabulary, by index."""
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     if not sequences:
         raise InputError("the batch is empty")
     for i, ids in enumerate(sequences):
@@ -52,25 +53,27 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
     A cache, transformers' default, switches off parts of its masking.
     """
-    before, cached = model.config._attn_implementation, getattr(model.config, "use_cache", None)
+    config = model.config.get_text_config()
+    before, cached = model.config._attn_implementation, getattr(config, "use_cache", None)
     model.set_attn_implementation(name)
     if cached is not None:
-        model.config.use_cache = False
+        config.use_cache = False
     try:
         yield
     finally:
         model.set_attn_implementation(before)
         if cached is not None:
-            model.config.use_cache = cached
+            config.use_cache = cached
 
 
-def padded_hidden(model: PreTrainedModel, batch: PaddedRows) -> Tensor:
-    """The last hidden states [n, width, d] of padded rows."""
+def padded_hidden(model: PreTrainedModel, batch: PaddedRows, images: Images | None = None) -> Tensor:
+    """The last hidden states [n, width, d] of padded rows, which may hold images."""
     with attention(model, "eager"):
         output = model(
             input_ids=batch.input_ids.to(model.device),
             attention_mask=batch.attention_mask.to(model.device),
             position_ids=batch.position_ids.to(model.device),
+            **model_inputs(images),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden
@@ -116,14 +119,22 @@ def encode(
     layout: Rows | None = None,
     pooling: str = "last",
     first_position: int = 0,
+    images: Images | None = None,
 ) -> Tensor:
-    """Embeddings [n, d] of the sequences on padded rows; ``layout`` None: each sequence alone, no pads."""
+    """Embeddings [n, d] of the sequences on padded rows; ``layout`` None: each sequence alone, no pads.
+
+    images: of each sequence, for a model that takes them.
+    """
     check_sequences(model, sequences)
     if layout is None:
-        return torch.cat([encode(model, [ids], Rows(), pooling, first_position) for ids in sequences])
-    pad_id = model.config.pad_token_id or 0
-    batch = padded_rows(sequences, layout, model.config.vocab_size, pad_id, first_position)
-    return normalise(pool(padded_hidden(model, batch), batch, pooling))
+        alone = [None] * len(sequences) if images is None else [[own] for own in images]
+        return torch.cat(
+            [encode(model, [s], Rows(), pooling, first_position, i) for s, i in zip(sequences, alone, strict=True)]
+        )
+    config = model.config.get_text_config()
+    ordinary = getattr(model.config, "image_token_id", config.vocab_size)  # pads must not look like images
+    batch = padded_rows(sequences, layout, ordinary, config.pad_token_id or 0, first_position, grids_of(images))
+    return normalise(pool(padded_hidden(model, batch, images), batch, pooling))
 
 
 def step(model: PreTrainedModel, case: Case, layout: Rows | None = None) -> Outcome:

@@ -11,8 +11,20 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from oracle.case import PAIR_LOSSES, POOLINGS, Case, Group, Options, Rows, Stream, from_lengths
-from oracle.models import VOCABULARY
+from oracle.case import (
+    PAIR_LOSSES,
+    POOLINGS,
+    Case,
+    Grid,
+    Group,
+    Mesh,
+    Options,
+    Rows,
+    Stream,
+    from_lengths,
+    from_parts,
+)
+from oracle.models import MODELS, VISUAL, VOCABULARY
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
 LONGEST = 65
@@ -133,3 +145,61 @@ def cases(
         model=model,
         seed=draw(st.integers(0, 3)),
     )
+
+
+@cache
+def parts(images: bool = True) -> st.SearchStrategy[list[int | Grid]]:
+    """One sequence: lengths of text, and images as grids of patches; two images have text between them."""
+    text = st.one_of(st.just(1), st.integers(1, 6))
+    if not images:
+        return st.lists(text, min_size=1, max_size=1)
+    side = st.sampled_from([2, 2, 4, 6])
+    image = st.tuples(st.sampled_from([1, 1, 1, 2]), side, side)
+    return st.one_of(
+        st.tuples(text),
+        st.tuples(text),
+        st.tuples(image, text),
+        st.tuples(text, image, text),
+        st.tuples(image),
+        st.tuples(text, image),
+        st.tuples(image, text, image, text),
+    ).map(list)
+
+
+@st.composite
+def image_cases(draw: st.DrawFn, images: bool = True, model: str = "qwen2.5-vl", slots: bool = True) -> Case:
+    """Sequences of text and images; at least one image, beside sequences of one token."""
+    chosen = model if MODELS[model].visual else draw(st.sampled_from(VISUAL))
+    drawn = [
+        [draw(parts()), draw(parts()), *draw(st.lists(parts(), max_size=3))] for _ in range(draw(st.integers(1, 3)))
+    ]
+    if not any(isinstance(part, tuple) for group in drawn for sequence in group for part in sequence):
+        drawn[0][1] = [(1, 2, 4)]
+    count = sum(map(len, drawn))
+    layout = draw(stream_layouts(count, slots))
+    options_ = draw(options())
+    return from_parts(
+        drawn,
+        VOCABULARY,
+        rows=draw(row_layouts()),
+        stream=layout,
+        options=options_,
+        model=chosen,
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def mesh_cases(
+    draw: st.DrawFn,
+    meshes: tuple[tuple[int, int, int], ...],
+    model: str = "qwen3",
+    longest: int = 17,
+    **rest: bool,
+) -> Case:
+    """Cases for a mesh (Ulysses, ring, data), with a group for every data rank at least."""
+    mesh = Mesh(*draw(st.sampled_from(meshes)))
+    case = draw(cases(model, contrast=True, longest=longest, **rest))
+    if mesh.data > len(case.groups):
+        mesh = replace(mesh, data=1)
+    return replace(case, mesh=mesh)

@@ -27,9 +27,11 @@ Handler = Callable[..., Any]
 
 
 class _State(threading.local):
-    """Whether this thread is inside a rule: what a rule calls is computed as it stands."""
+    """inside_rule: what a rule calls is computed as it stands. inside_function: within a backward node the
+    function mode is at work, and taken off for as long."""
 
     inside_rule = False
+    inside_function = False
 
 
 _state = _State()
@@ -113,7 +115,8 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() != -1 and torch._C._len_torch_function_stack() == 0:
+        dropped = not _state.inside_function and torch._C._len_torch_function_stack() == 0
+        if dropped and torch._C._current_graph_task_id() != -1:
             # Autograd drops function modes: what a checkpoint computes again must meet ours. It restores its
             # own state after each node, so nothing needs to be taken away.
             torch._C._push_on_torch_function_stack(self.functions)
@@ -143,7 +146,13 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        outer, _state.inside_function = _state.inside_function, torch._C._current_graph_task_id() != -1
+        try:
+            return self._call(func, args, kwargs or {})
+        finally:
+            _state.inside_function = outer
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _COMPOSED:
             return _COMPOSED[func](*args, **kwargs)
         if func in _PRODUCTS and not kwargs and args[0].dim() + args[1].dim() < 4 and min(args[0].dim(), args[1].dim()):

@@ -110,8 +110,8 @@ def test_what_cannot_be_split_is_refused_with_its_place(given_: dict[str, object
 @pytest.mark.parametrize(
     ("ids", "positions", "lengths_", "message"),
     [
-        ([1, 2], [0], None, "vectors of one length"),
-        ([1, 2, 3], [0, 1, -1], [3], "lengths sum to 3, the stream holds 2 real tokens"),
+        ([1, 2], [0], None, "must be of one length"),
+        ([1, 2, 3], [0, 1, -1], [3], "lengths sum to 3, the stream holds 2 tokens"),
     ],
 )
 def test_a_stream_that_contradicts_itself_is_refused(

@@ -14,7 +14,7 @@ ELEMENTWISE = """
 
 # Numbers are copied, placed, picked or put in order.
 MOVEMENT = """
-    clone copy cat stack index gather index_select scatter index_copy index_fill select_backward
+    clone copy cat stack index gather index_select scatter masked_scatter_backward index_copy index_fill select_backward
     slice_backward slice_scatter select_scatter as_strided_scatter diagonal_scatter diagonal_backward
     flip roll repeat constant_pad_nd tril triu masked_select masked_scatter _unsafe_view
     _reshape_alias lift_fresh lift alias_copy fill zero nonzero nonzero_static repeat_interleave take

@@ -1,0 +1,575 @@
+"""Sequence parallelism: one packed stream over several ranks, by Ulysses, by ring, or by both.
+
+The ranks that share a stream form a ring of ``ring`` times ``ulysses``; rank = ring rank * ulysses + Ulysses
+rank. Every sequence is padded to a multiple of 2 ring and cut into as many chunks, of which ring rank r holds
+chunks r and 2 ring - 1 - r (zigzag: causal work is even); what a ring rank holds is padded at its tail and cut
+into ``ulysses`` equal pieces. Around attention, the Ulysses ranks exchange tokens for heads (Jacobs et al. 2023),
+and keys and values go round the ring (Liu et al. 2023). ``Plan`` says where every token is; ranks compute their
+real tokens alone, so nothing in a slot can reach anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from impl import attention
+from impl.attention import PREFIX, Window
+from impl.distributed import for_averaging, infonce, rows_of_all
+from impl.encoder import pool
+from impl.errors import BackendError, ShardingError
+from impl.losses import InfoNCE
+from impl.packing import SLOT, Packed
+
+Group = dist.ProcessGroup | None
+
+
+# --- where every token is ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The index maps of one packed stream over ``ulysses`` x ``ring`` ranks.
+
+    lengths: real tokens of each sequence, in stream order.
+    """
+
+    lengths: tuple[int, ...]
+    ulysses: int = 1
+    ring: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.ulysses, self.ring) < 1:
+            raise ShardingError(f"sizes must be at least 1, found Ulysses {self.ulysses} and ring {self.ring}")
+        if not self.lengths:
+            raise ShardingError("the batch is empty: there is nothing to share")
+        for i, length in enumerate(self.lengths):
+            if length < 1:
+                raise ShardingError(f"sequence {i} has {length} tokens; an empty sequence has no embedding")
+
+    @property
+    def ranks(self) -> int:
+        """How many share the stream."""
+        return self.ulysses * self.ring
+
+    @cached_property
+    def _layout(self) -> tuple[Tensor, Tensor]:
+        """The padded stream as stream indices (-1: a slot), and each slot's ring rank."""
+        lengths = torch.tensor(self.lengths)
+        multiple = 2 * self.ring if self.ring > 1 else 1
+        chunk = -(-lengths // multiple)
+        padded = chunk * multiple
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), padded)
+        within = torch.arange(int(padded.sum())) - (padded.cumsum(0) - padded)[owner]
+        starts = lengths.cumsum(0) - lengths
+        tokens = torch.where(within < lengths[owner], starts[owner] + within, SLOT)
+        piece = within // chunk[owner]
+        rank = torch.minimum(piece, multiple - 1 - piece) if self.ring > 1 else torch.zeros_like(piece)
+        tail = -len(tokens) % self.ranks
+        rank_of_tail = torch.arange(tail) // max(1, tail // self.ring)
+        return torch.cat([tokens, torch.full((tail,), SLOT)]), torch.cat([rank, rank_of_tail])
+
+    @property
+    def padded(self) -> Tensor:
+        """int64 [P]: the stream with its slots, as indices into the stream without; -1 is a slot."""
+        return self._layout[0]
+
+    @cached_property
+    def shards(self) -> Tensor:
+        """int64 [ranks, P / ranks]: what each rank holds, as indices into the padded stream."""
+        return self._layout[1].argsort(stable=True).view(self.ranks, -1)
+
+    @cached_property
+    def tokens(self) -> list[Tensor]:
+        """The real tokens of each rank, as indices into the stream, in the rank's order."""
+        return [held[held >= 0] for held in self.padded[self.shards]]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many real tokens each rank holds; 0 where it holds slots only."""
+        return [len(held) for held in self.tokens]
+
+    @cached_property
+    def _home(self) -> Tensor:
+        """For every token of the stream, its place among all ranks' real tokens one after another."""
+        return torch.cat(self.tokens).argsort()
+
+    def position(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Sequence, and place within it, of tokens given by stream index."""
+        ends = torch.tensor(self.lengths).cumsum(0)
+        sequence = torch.searchsorted(ends, tokens, right=True)
+        return sequence, tokens - (ends - torch.tensor(self.lengths))[sequence]
+
+    def split(self, values: Tensor, dim: int = 0, fill: float = 0) -> list[Tensor]:
+        """What each rank holds of per-token values [..., T, ...], slots filled: [..., P / ranks, ...] each.
+
+        Every field of a batch (ids, all rows of position ids, masks, embeddings) is cut by this one map.
+        """
+        if values.shape[dim] != sum(self.lengths):
+            raise ShardingError(f"{values.shape[dim]} values for a stream of {sum(self.lengths)} tokens")
+        return [self._held(values, self.padded[held], dim, fill) for held in self.shards]
+
+    @staticmethod
+    def _held(values: Tensor, tokens: Tensor, dim: int, fill: float) -> Tensor:
+        shape = [-1 if d == dim % values.dim() else 1 for d in range(values.dim())]
+        slots = (tokens < 0).view(shape).to(values.device)
+        taken = values.index_select(dim, tokens.clamp(min=0).to(values.device))
+        return torch.where(slots, torch.as_tensor(fill, dtype=values.dtype, device=values.device), taken)
+
+    def gather(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """The inverse of ``split``: [..., T, ...] without slots. What a slot holds, NaN too, is never touched."""
+        wrong = [r for r, shard in enumerate(shards) if shard.shape[dim] != self.shards.shape[1]]
+        if len(shards) != self.ranks or wrong:
+            sizes = [shard.shape[dim] for shard in shards]
+            raise ShardingError(f"shards of {sizes}, expected {self.ranks} of {self.shards.shape[1]}")
+        place = self.shards.flatten().argsort()[self.padded >= 0]
+        return torch.cat(list(shards), dim).index_select(dim, place.to(shards[0].device))
+
+    def collected(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The stream's values [T, ...] from every rank's real tokens' [counts[rank], ...]."""
+        return torch.cat(list(pieces))[self._home.to(pieces[0].device)]
+
+    def ring_tokens(self, ring_rank: int) -> Tensor:
+        """Real tokens of a ring rank: its Ulysses ranks' one after another."""
+        return torch.cat(self.tokens[ring_rank * self.ulysses : (ring_rank + 1) * self.ulysses])
+
+
+# --- how tensors get from rank to rank --------------------------------------------------------------
+
+Pieces = list[list[Tensor]]
+
+
+class Wire(Protocol):
+    """Moves tensors between the ranks that share a stream.
+
+    held: the ranks whose tensors are here: one in a process of its own, all of them in a simulation. The
+    methods take and give one entry for each of these.
+    """
+
+    plan: Plan
+    held: Sequence[int]
+
+    def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
+        """All-to-all among Ulysses ranks: entry [i][j] goes to the j-th of them; differentiable.
+
+        shapes: of what comes from each.
+        """
+        ...
+
+    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """Each ring rank's tensor to the next ring rank; what came from the one before. Not differentiable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """All ranks in one process: the same maps and arithmetic as in processes, no torch.distributed."""
+
+    plan: Plan
+
+    @property
+    def held(self) -> Sequence[int]:
+        """Every rank."""
+        return range(self.plan.ranks)
+
+    def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
+        """See ``Wire``."""
+        size = self.plan.ulysses
+        return [[sent[rank // size * size + peer][rank % size] for peer in range(size)] for rank in self.held]
+
+    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """See ``Wire``."""
+        return [sent[(rank - self.plan.ulysses) % self.plan.ranks] for rank in self.held]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The process groups of this rank.
+
+    ulysses, ring: the ranks it exchanges heads with, and those its keys and values go round. sequence: all
+    that share its stream. data: one rank of every stream, in the same place.
+    """
+
+    ulysses: Group
+    ring: Group
+    sequence: Group
+    data: Group
+
+    @classmethod
+    def over(cls, ulysses: int = 1, ring: int = 1, device: str = "cpu") -> Ranks:
+        """The default group's ranks as streams x ring x Ulysses. Every rank must call it.
+
+        Raises ShardingError where the sizes do not divide the number of ranks.
+        """
+        world = dist.get_world_size()
+        if world % (ulysses * ring):
+            raise ShardingError(f"Ulysses {ulysses} x ring {ring} does not divide {world} ranks")
+        names = ("data", "ring", "ulysses")
+        mesh = init_device_mesh(device, (world // (ulysses * ring), ring, ulysses), mesh_dim_names=names)
+        sequence = mesh["ring", "ulysses"]._flatten("sequence").get_group()
+        return cls(mesh.get_group("ulysses"), mesh.get_group("ring"), sequence, mesh.get_group("data"))
+
+    def wire(self, lengths: Sequence[int]) -> Processes:
+        """For one packed stream."""
+        return Processes(self, Plan(tuple(lengths), dist.get_world_size(self.ulysses), dist.get_world_size(self.ring)))
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's rank, over torch.distributed."""
+
+    ranks: Ranks
+    plan: Plan
+
+    @property
+    def rank(self) -> int:
+        """Among those that share the stream."""
+        return dist.get_rank(self.ranks.ring) * self.plan.ulysses + dist.get_rank(self.ranks.ulysses)
+
+    @property
+    def held(self) -> Sequence[int]:
+        """This rank alone."""
+        return [self.rank]
+
+    def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
+        """See ``Wire``."""
+        (pieces,), (wanted,) = sent, shapes
+        sizes = [torch.Size(shape).numel() for shape in wanted]
+        flat = torch.cat([piece.flatten() for piece in pieces])
+        got = _AllToAll.apply(flat, [piece.numel() for piece in pieces], sizes, self.ranks.ulysses)
+        return [[part.view(shape) for part, shape in zip(got.split(sizes), wanted, strict=True)]]
+
+    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """See ``Wire``."""
+        group, size, me = self.ranks.ring, self.plan.ring, dist.get_rank(self.ranks.ring)
+        mine, got = sent[0].contiguous(), sent[0].new_empty(shapes[0])
+        work = []
+        if mine.numel():
+            work.append(dist.P2POp(dist.isend, mine, group=group, group_peer=(me + 1) % size))
+        if got.numel():
+            work.append(dist.P2POp(dist.irecv, got, group=group, group_peer=(me - 1) % size))
+        for each in dist.batch_isend_irecv(work) if work else []:
+            each.wait()
+        return [got]
+
+    def own(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """All ranks' rows one after another from this rank's x [counts[rank], ...], which keeps its gradient."""
+        return rows_of_all(x, list(counts), self.ranks.sequence)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Pieces of a vector to every rank; their gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], group: Group) -> Tensor:
+        ctx.sent, ctx.got, ctx.group = sent, got, group
+        out = x.new_empty(sum(got))
+        dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        back = gradients[0].new_empty(sum(ctx.sent))
+        dist.all_to_all_single(back, gradients[0].contiguous(), ctx.sent, ctx.got, group=ctx.group)
+        return back, None, None, None
+
+
+# --- attention over shards --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Attention of every held rank's queries to the blocks of keys and values that come round its ring."""
+
+    wire: Wire
+    window: Window
+    scale: float
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def ring_rank(self, rank: int) -> int:
+        return rank // self.wire.plan.ulysses
+
+    def around(self, blocks: list[Tensor], gradients: list[Tensor] | None = None) -> Iterator[list[tuple[int, Tensor]]]:
+        """Each held rank's (ring rank it comes from, block), R times; ``gradients`` travel with the blocks
+        and are home again at the end."""
+        plan = self.wire.plan
+        for step in range(plan.ring):
+            if step and not (gradients is None and step == plan.ring):
+                blocks = self._shifted(blocks, step)
+            yield [
+                ((self.ring_rank(rank) - step) % plan.ring, block)
+                for rank, block in zip(self.wire.held, blocks, strict=True)
+            ]
+            if gradients is not None:
+                gradients[:] = self._shifted(gradients, step + 1)
+
+    def _shifted(self, blocks: list[Tensor], step: int) -> list[Tensor]:
+        plan = self.wire.plan
+        if plan.ring == 1:
+            return blocks
+        sources = [(self.ring_rank(rank) - step) % plan.ring for rank in self.wire.held]
+        shapes = [
+            (len(plan.ring_tokens(source)), *b.shape[1:]) for source, b in zip(sources, blocks, strict=True)
+        ]
+        return self.wire.shift(blocks, shapes)
+
+    def hidden(self, rank: int, source: int, device: torch.device) -> Tensor:
+        """[queries, keys] booleans: what a held rank's queries may not see of a ring rank's keys."""
+        mine = self.ring_rank(rank)
+        if (mine, source) not in self.masks:
+            plan = self.wire.plan
+            (q_seq, q_at), (k_seq, k_at) = (plan.position(plan.ring_tokens(r)) for r in (mine, source))
+            offset = k_at[None, :] - q_at[:, None]
+            seen = q_seq[:, None] == k_seq[None, :]
+            left, right = self.window
+            seen = seen & (offset >= -left) if left >= 0 else seen
+            seen = seen & (offset <= right) if right >= 0 else seen
+            self.masks[mine, source] = ~seen.to(device)
+        return self.masks[mine, source]
+
+    def scores(self, rank: int, source: int, q: Tensor, k: Tensor) -> Tensor:
+        """[kv heads, queries a head, N, M] for q [kv heads, queries a head, N, d], k [kv heads, 1, M, d]."""
+        scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
+        return scores.masked_fill(self.hidden(rank, source, q.device), -torch.inf)
+
+
+def _by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[N, heads, d] -> [kv heads, heads / kv heads, N, d]."""
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The inverse of ``_by_head``."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of each held rank's queries [N, h, d] to all ranks' keys and values, which go round a ring.
+
+    ``streaming``: one round, with a running log-sum-exp. Without: a round for the maximum, one for the sum, one
+    for the output, so that sums over blocks merge by addition alone; in exact arithmetic it has the bits of
+    attention in one piece.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, blocks: _Blocks, streaming: bool, *qkv: Tensor) -> tuple[Tensor, ...]:
+        held = len(blocks.wire.held)
+        heads = qkv[held].shape[1]
+        qs = [_by_head(q, heads) for q in qkv[:held]]
+        kvs = [torch.stack([k, v], dim=1) for k, v in zip(qkv[held : 2 * held], qkv[2 * held :], strict=True)]
+        compute = _one_round if streaming else _three_rounds
+        outs, tops, totals = compute(blocks, qs, kvs)
+        ctx.blocks, ctx.streaming, ctx.held = blocks, streaming, held
+        ctx.save_for_backward(*qs, *kvs, *outs, *tops, *totals)
+        return tuple(_by_token(out) for out in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        qs, kvs, outs, tops, totals = (list(saved[i * ctx.held : (i + 1) * ctx.held]) for i in range(5))
+        blocks = ctx.blocks
+        heads = kvs[0].shape[2]
+        gs = [_by_head(g, heads) for g in gradients]
+
+        def weights(i: int, source: int, k: Tensor) -> Tensor:
+            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
+            if ctx.streaming:
+                return (scores - (tops[i] + totals[i].log())).exp()
+            return (scores - tops[i]).exp() / totals[i]
+
+        if ctx.streaming:
+            means = [(g * out).sum(-1, keepdim=True) for g, out in zip(gs, outs, strict=True)]
+        else:  # the same sum, from the weights, as softmax's own gradient takes it
+            means = [torch.zeros_like(total) for total in totals]
+            for arrived in blocks.around(kvs):
+                for i, (source, kv) in enumerate(arrived):
+                    k, v = _keys_and_values(kv)
+                    upstream = torch.matmul(gs[i], v.transpose(-1, -2))
+                    means[i] = means[i] + (weights(i, source, k) * upstream).sum(-1, keepdim=True)
+        dqs = [torch.zeros_like(q) for q in qs]
+        dkvs = [torch.zeros_like(kv) for kv in kvs]
+        for arrived in blocks.around(kvs, dkvs):
+            for i, (source, kv) in enumerate(arrived):
+                k, v = _keys_and_values(kv)
+                p = weights(i, source, k)
+                ds = p * (torch.matmul(gs[i], v.transpose(-1, -2)) - means[i]) * blocks.scale
+                dqs[i] = dqs[i] + torch.matmul(ds, k)
+                dk = torch.matmul(ds.transpose(-1, -2), qs[i]).sum(1)
+                dv = torch.matmul(p.transpose(-1, -2), gs[i]).sum(1)
+                dkvs[i] = dkvs[i] + torch.stack([dk, dv]).permute(2, 0, 1, 3)
+        return (
+            None,
+            None,
+            *(_by_token(dq) for dq in dqs),
+            *(dkv[:, 0] for dkv in dkvs),
+            *(dkv[:, 1] for dkv in dkvs),
+        )
+
+
+def _keys_and_values(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """[M, 2, kv heads, d] -> keys, values [kv heads, 1, M, d]."""
+    k, v = kv.permute(1, 2, 0, 3).unsqueeze(2)
+    return k, v
+
+
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def _three_rounds(blocks: _Blocks, qs: list[Tensor], kvs: list[Tensor]) -> Results:
+    """Outputs, row maxima and sums of exponentials."""
+    tops = [q.new_full((*q.shape[:-1], 1), -torch.inf) for q in qs]
+    for arrived in blocks.around(kvs):
+        for i, (source, kv) in enumerate(arrived):
+            if len(kv):
+                scores = blocks.scores(blocks.wire.held[i], source, qs[i], _keys_and_values(kv)[0])
+                tops[i] = torch.maximum(tops[i], scores.amax(-1, keepdim=True))
+    totals = [torch.zeros_like(top) for top in tops]
+    for arrived in blocks.around(kvs):
+        for i, (source, kv) in enumerate(arrived):
+            scores = blocks.scores(blocks.wire.held[i], source, qs[i], _keys_and_values(kv)[0])
+            totals[i] = totals[i] + (scores - tops[i]).exp().sum(-1, keepdim=True)
+    outs = [torch.zeros_like(q) for q in qs]
+    for arrived in blocks.around(kvs):
+        for i, (source, kv) in enumerate(arrived):
+            k, v = _keys_and_values(kv)
+            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
+            outs[i] = outs[i] + torch.matmul((scores - tops[i]).exp() / totals[i], v)
+    return outs, tops, totals
+
+
+def _one_round(blocks: _Blocks, qs: list[Tensor], kvs: list[Tensor]) -> Results:
+    """The same with sums against a running maximum, scaled whenever it rises."""
+    tops = [q.new_full((*q.shape[:-1], 1), -torch.inf) for q in qs]
+    totals = [torch.zeros_like(top) for top in tops]
+    outs = [torch.zeros_like(q) for q in qs]
+    for arrived in blocks.around(kvs):
+        for i, (source, kv) in enumerate(arrived):
+            if not len(kv):
+                continue
+            k, v = _keys_and_values(kv)
+            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
+            top = torch.maximum(tops[i], scores.amax(-1, keepdim=True))
+            against = top.masked_fill(top.isinf(), 0.0)  # a row that has seen nothing yet
+            p, faded = (scores - against).exp(), (tops[i] - against).exp()
+            totals[i] = totals[i] * faded + p.sum(-1, keepdim=True)
+            outs[i] = outs[i] * faded + torch.matmul(p, v)
+            tops[i] = top
+    return [out / total for out, total in zip(outs, totals, strict=True)], tops, totals
+
+
+def sharded_attention(
+    wire: Wire, qkv: Sequence[tuple[Tensor, Tensor, Tensor]], window: Window, scale: float, streaming: bool = True
+) -> list[Tensor]:
+    """Attention over shards: q [n, h, d], k and v [n, h_kv, d] of each held rank's real tokens -> [n, h, d] each.
+
+    Args:
+        window: keys to the left and right that a query sees, -1: no limit; causal: (-1, 0).
+        streaming: see ``_Ring``.
+
+    Raises:
+        ShardingError: heads that do not divide by the Ulysses size.
+    """
+    plan, size = wire.plan, wire.plan.ulysses
+    heads, kv_heads, width = qkv[0][0].shape[1], qkv[0][1].shape[1], qkv[0][0].shape[2]
+    if heads % size or kv_heads % size:
+        raise ShardingError(f"{heads} heads and {kv_heads} key-value heads do not divide by Ulysses {size}")
+    shares = (heads // size, kv_heads // size, kv_heads // size)
+    sent = [
+        [torch.cat([x.split(share, 1)[peer] for x, share in zip(each, shares, strict=True)], 1) for peer in range(size)]
+        for each in qkv
+    ]
+    peers = [range(rank // size * size, (rank // size + 1) * size) for rank in wire.held]
+    shapes: list[list[tuple[int, ...]]] = [[(plan.counts[p], sum(shares), width) for p in own] for own in peers]
+    got = [torch.cat(pieces).split(shares, 1) for pieces in wire.exchange(sent, shapes)]
+    blocks = _Blocks(wire, window, scale)
+    outs = _Ring.apply(blocks, streaming, *(g[0] for g in got), *(g[1] for g in got), *(g[2] for g in got))
+    back = [list(out.split([plan.counts[p] for p in own])) for out, own in zip(outs, peers, strict=True)]
+    shapes = [[(plan.counts[rank], shares[0], width)] * size for rank in wire.held]
+    return [torch.cat(pieces, 1) for pieces in wire.exchange(back, shapes)]
+
+
+# --- a model on this rank's shard -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What attention needs to know: the wire, and how many of the rows here are real tokens."""
+
+    wire: Processes
+    count: int
+    streaming: bool
+
+
+def _backend(q: Tensor, k: Tensor, v: Tensor, shard: Any, window: Window, scale: float) -> Tensor:
+    """The back end ``sharded``: q [rows, h, d]; rows beyond the real tokens (one slot, or none) give zeros."""
+    real = tuple(x[: shard.count] for x in (q, k, v))
+    (out,) = sharded_attention(shard.wire, [real], window, scale, shard.streaming)
+    return torch.cat([out, torch.zeros_like(q[shard.count :])])
+
+
+attention.register("sharded", _backend)
+
+
+def hidden_states(model: PreTrainedModel, packed: Packed, wire: Processes, streaming: bool = True) -> Tensor:
+    """The last hidden states [n, d] of this rank's real tokens, ``wire.plan.tokens[rank]`` of the stream.
+
+    Every rank of the sequence group must call it, and run backward, at the same time with the same ``packed``.
+    """
+    mine = wire.plan.tokens[wire.rank]
+    rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)  # a model wants a row; nothing sees it
+    packed, rows = packed.to(model.device), rows.to(model.device)
+    before = attention.ran["sharded"]
+    with attention.using(model, "sharded"):
+        output = model(
+            input_ids=packed.input_ids[rows].unsqueeze(0),
+            position_ids=packed.position_ids[..., rows].unsqueeze(-2),
+            packing=_Shard(wire, len(mine), streaming),
+        )
+    if attention.ran["sharded"] == before:
+        raise BackendError(f"{type(model).__name__} never called the attention back end sharded: shards cannot meet")
+    states: Tensor = output.last_hidden_state[0]
+    return states[: len(mine)]
+
+
+def encode(
+    model: PreTrainedModel, packed: Packed, ranks: Ranks, pooling: str = "last", streaming: bool = True
+) -> Tensor:
+    """L2-normalised embeddings [n, d] of the whole packed batch on every rank that shares it, in the caller's order.
+
+    Each rank carries the gradient of the tokens it holds: hand the loss to ``for_averaging``, or use ``loss``.
+
+    Args:
+        packed: the same on all ranks of the sequence group.
+        streaming: one round of the ring with a running log-sum-exp, or three with exact merges.
+    """
+    wire = ranks.wire(packed.lengths)
+    states, plan = hidden_states(model, packed, wire, streaming), wire.plan
+    if pooling not in ("last", "cls"):
+        whole = wire.own(states, plan.counts)[plan._home.to(states.device)]
+        vectors = pool(whole, packed, pooling)
+    else:
+        ends = packed.cu_seqlens.long().cpu()
+        wanted = ends[1:] - 1 if pooling == "last" else ends[:-1]
+        local = [torch.isin(held, wanted).nonzero().flatten() for held in plan.tokens]
+        rows = wire.own(states[local[wire.rank].to(states.device)], [len(each) for each in local])
+        found = torch.cat([held[at] for held, at in zip(plan.tokens, local, strict=True)])
+        order = found.argsort()[torch.tensor(packed.places)]  # stream places, then the caller's order
+        vectors = rows[order.to(rows.device)]
+    return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-12)
+
+
+def loss(infonce_loss: InfoNCE, embeddings: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
+    """InfoNCE over all streams' groups; after averaging over ALL ranks the gradient is the whole batch's.
+
+    The ranks that share a stream each carry a part of the gradient, which averaging would divide by their
+    number: the loss's gradient is multiplied by it. The value is the same on every rank.
+    """
+    return for_averaging(infonce(infonce_loss, embeddings, labels, ranks.data), ranks.sequence)
