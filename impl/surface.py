@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import attention, cache, distributed, encoder, losses, multimodal, packing
+from impl import attention, cache, distributed, encoder, losses, multimodal, packing, sharding
 
 PAIRS = {
     "cosine_similarity": losses.cosine_similarity,
@@ -125,6 +125,44 @@ class PaddingFree:
         return SimpleNamespace(
             embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients, input_gradients=inputs
         )
+
+    def split(
+        self, field: Tensor, lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0, fill: float = 0
+    ) -> list[Tensor]:
+        """See ``impl.sharding.Plan.split``."""
+        return sharding.Plan(tuple(lengths), ulysses, ring).split(field, dim, fill)
+
+    def gather(
+        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
+    ) -> Tensor:
+        """See ``impl.sharding.Plan.gather``."""
+        return sharding.Plan(tuple(lengths), ulysses, ring).gather(shards, dim)
+
+    def sharded_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ulysses: int, ring: int, causal: bool
+    ) -> Tensor:
+        """Attention [T, h, d] over simulated ranks."""
+        wire = sharding.Simulated(sharding.Plan(tuple(lengths), ulysses, ring))
+        shares = [(q[held], k[held], v[held]) for held in wire.plan.tokens]
+        window = (-1, 0 if causal else -1)
+        return wire.plan.collected(sharding.sharded_attention(wire, shares, window, q.shape[-1] ** -0.5, False))
+
+    def sharded_step(
+        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
+    ) -> SimpleNamespace:
+        """One rank's part of a step."""
+        ranks = sharding.Ranks(groups.ulysses, groups.ring, groups.sequence, groups.data)
+        packed = self.pack(model, case.sequences, case.stream)
+        embeddings = sharding.encode(model, packed, ranks, case.options.pooling, streaming)
+        labels = torch.tensor(case.labels, dtype=embeddings.dtype)
+        loss = sharding.loss(_infonce(case.options), embeddings, labels, ranks)
+        model.zero_grad()
+        loss.backward()
+        return SimpleNamespace(embeddings=embeddings, loss=loss, gradients=_taken_gradients(model))
+
+    def streaming_step(self, model: PreTrainedModel, case: Any, groups: Any) -> SimpleNamespace:
+        """``sharded_step`` with a running log-sum-exp."""
+        return self.sharded_step(model, case, groups, streaming=True)
 
     def backends(self) -> dict[str, int]:
         """Which attention back ends ran so far, and in how many layers."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from oracle import losses
 from oracle.case import Case, Options, Stream
+from oracle.images import images_of
 from oracle.outcome import Outcome
 
 SURFACES = (
@@ -109,6 +110,42 @@ class Implementation(Protocol):
         ...
 
 
+    def split(
+        self, field: Tensor, lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0, fill: float = 0
+    ) -> list[Tensor]:
+        """What each of ``ulysses`` x ``ring`` ranks holds of a packed stream's field [..., T, ...]: equal sizes,
+        slots filled; the ranks' ring rank first. In one process; differentiable.
+
+        lengths: of the sequences in stream order.
+        """
+        ...
+
+    def gather(
+        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
+    ) -> Tensor:
+        """The inverse of ``split``, without slots: [..., T, ...]; differentiable."""
+        ...
+
+    def sharded_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ulysses: int, ring: int, causal: bool
+    ) -> Tensor:
+        """Attention [T, h, d] of q [T, h, d], k, v [T, h_kv, d], as so many ranks would compute it, in one process."""
+        ...
+
+    def sharded_step(self, model: PreTrainedModel, case: Case, groups: Any) -> Any:
+        """One rank's part of a training step, in a process of its own.
+
+        case: the groups of this data rank, which ``case.mesh.sharing`` ranks share. groups: see
+        ``oracle.ranks.Groups``. Returns embeddings (all of the case's), the loss over all data ranks, and
+        gradients such that their mean over ALL ranks is the whole batch's.
+        """
+        ...
+
+    def streaming_step(self, model: PreTrainedModel, case: Case, groups: Any) -> Any:
+        """The same with a running log-sum-exp, which no exact arithmetic can follow: judged in plain float64."""
+        ...
+
+
 class ImplementationError(Exception):
     """An implementation that cannot be loaded, or offers no surface at all."""
 
@@ -142,11 +179,19 @@ def offers(implementation: Any, surface: str) -> bool:
 
 
 def training_step(implementation: Any, model: PreTrainedModel, case: Case) -> Outcome:
-    """The implementation's own step, or one made of its encode, its loss (or the definition) and backward."""
-    if offers(implementation, "step"):
+    """The implementation's own step, or one made of its encode, its loss (or the definition) and backward.
+
+    With images always the latter, of its encode_multimodal.
+    """
+    if case.images:
+        embeddings = implementation.encode_multimodal(
+            model, case.sequences, images_of(case), case.stream, case.options.pooling
+        )
+    elif offers(implementation, "step"):
         made = implementation.step(model, case)
         return Outcome(made.embeddings, made.loss, made.gradients, getattr(made, "input_gradients", None))
-    embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
+    else:
+        embeddings = implementation.encode(model, case.sequences, case.stream, case.options.pooling)
     loss = (implementation.loss if offers(implementation, "loss") else losses.loss)(
         embeddings, case.labels, case.options
     )

@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oracle import losses, reference
-from oracle.case import POOLINGS, Case, Options, Rows, Stream, from_lengths
+from oracle.case import POOLINGS, Case, Options, Rows, Stream, from_lengths, from_parts
 from oracle.contract import training_step
 from oracle.exact import exact
 from oracle.laws.losses import unit_rows
-from oracle.models import MODELS, tiny
+from oracle.models import MODELS, VISUAL, tiny
 from oracle.outcome import Outcome, compare_embeddings, gap, same
 from oracle.ranks import over_ranks
 
@@ -49,6 +49,7 @@ class Golden:
 
 
 MIX = [[3, 1, 7], [1, 1], [5, 2, 1, 1]]
+IMAGES = [[[3], [(1, 2, 4)], [2, (1, 4, 4), 1]], [[1], [(1, 2, 2), 1, (2, 2, 2), 2], [1]]]
 
 
 def goldens() -> dict[str, Golden]:
@@ -62,6 +63,9 @@ def goldens() -> dict[str, Golden]:
         add(f"model-{model}", model=model)
         stream = Stream((8, 1, 0, 3, 2, 4, 7, 6, 5), 8, 2, 1)
         add(f"slots-{model}", model=model, seed=1, rows=Rows("left", 3, 2), stream=stream)
+    for model in VISUAL:
+        stream = Stream((2, 0, 5, 4, 1, 3), 4, 2, 1)
+        found[f"images-{model}"] = Golden(from_parts(IMAGES, model=model, rows=Rows("left", 1, 2), stream=stream))
     for model in ("qwen3", "bert"):
         for pooling in POOLINGS[1:]:
             add(f"pooling-{pooling}-{model}", model=model, options=Options(pooling=pooling))

@@ -1,7 +1,7 @@
 """Real processes for laws over ranks: a pool of gloo workers on this machine, kept alive between cases.
 
 ``python -m oracle.ranks ADDRESS STORE`` is the pool: it imports once, forks a worker for each rank, and
-the workers take their shares from the address.
+the workers take their tasks from the address.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,24 +29,61 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oracle.case import Case, Group, Options
+from oracle.case import Case, Group, Mesh, Options
 from oracle.contract import load
-from oracle.exact import Grid, exact
+from oracle.exact import Grid, exact, plain
+from oracle.models import tiny
 
 WORLDS = (2, 3, 4)
 MOST = max(WORLDS)
-SECONDS = 120.0
+START_SECONDS = 120.0
+CASE_SECONDS = float(os.environ.get("ORACLE_RANK_SECONDS", "60"))  # a case takes less than one
+GRACE_SECONDS = 2.0  # after one rank's error: for the others to report theirs
 
 Array = NDArray[np.float64]
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or hung; names the rank."""
+    """A rank raised or died; names it."""
+
+
+class RankHangError(RankError):
+    """Ranks gave no answer in time."""
+
+
+class RankDeclinedError(RankError):
+    """Every rank raised NotImplementedError."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank of a mesh, torch.distributed's.
+
+    ulysses, ring: the ranks it exchanges heads with, and those its keys and values go round. sequence: all
+    that share its sequences. data: one rank of each batch, in the same place. world: every rank.
+    """
+
+    ulysses: Any
+    ring: Any
+    sequence: Any
+    data: Any
+    world: Any
+
+
+class Task(Protocol):
+    """What one rank is to do; any answer that can be sent."""
+
+    def compute(self, worlds: Worlds) -> Any:
+        """In the rank's own process."""
+        ...
+
+
+# --- tasks ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a batch, and what it is to do with it."""
+    """One rank's part of a batch, whose loss it is to compute."""
 
     implementation: str
     world: int
@@ -54,6 +92,17 @@ class Share:
     options: Options
     mean_of_ranks: bool
 
+    def compute(self, worlds: Worlds) -> RankResult:
+        """The loss, and the gradient of its own rows before averaging."""
+        rows = torch.from_numpy(self.rows).requires_grad_()
+        with exact(loss_scale=loss_scale(self.world)):
+            loss = load(self.implementation).rank_loss(
+                rows, self.labels, self.options, worlds.subset(range(self.world)), self.mean_of_ranks
+            )
+            loss.backward()
+        assert rows.grad is not None
+        return RankResult(loss.detach(), rows.grad)
+
 
 @dataclass(frozen=True)
 class RankResult:
@@ -61,6 +110,43 @@ class RankResult:
 
     loss: Tensor
     gradient: Tensor
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """One rank's training step: its batch's groups, of which ``case.mesh.sharing`` ranks each hold a part.
+
+    streaming: in ``plain`` float64 by ``streaming_step``; else exactly by ``sharded_step``.
+    """
+
+    implementation: str
+    case: str
+    streaming: bool
+
+    def compute(self, worlds: Worlds) -> ShardedResult:
+        """The gradients are averaged over all ranks, as a data-parallel trainer does."""
+        case = Case.from_json(self.case)
+        model, groups = tiny(case.model, case.seed), worlds.groups(case.mesh)
+        implementation = load(self.implementation)
+        step = implementation.streaming_step if self.streaming else implementation.sharded_step
+        with plain() if self.streaming else exact(loss_scale=loss_scale(case.mesh.ranks)):
+            made = step(model, case, groups)
+        averaged = {}
+        for name, parameter in model.named_parameters():
+            gradient = made.gradients.get(name)
+            total = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+            dist.all_reduce(total, group=groups.world)
+            averaged[name] = total.detach() / case.mesh.ranks
+        return ShardedResult(made.embeddings.detach(), made.loss.detach(), averaged)
+
+
+@dataclass(frozen=True)
+class ShardedResult:
+    """What one rank has after a step: its batch's embeddings, the loss, the averaged gradients."""
+
+    embeddings: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
 
 
 def specification(implementation: Any) -> str:
@@ -77,15 +163,33 @@ def loss_scale(world: int) -> int:
     return Grid.loss_scale - round(math.log2(world))
 
 
-def _compute(share: Share, groups: dict[int, Any]) -> tuple[Array, Array]:
-    rows = torch.from_numpy(share.rows).requires_grad_()
-    with exact(loss_scale=loss_scale(share.world)):
-        loss = load(share.implementation).rank_loss(
-            rows, share.labels, share.options, groups[share.world], share.mean_of_ranks
+# --- workers ----------------------------------------------------------------------------------------
+
+
+class Worlds:
+    """The process groups of every mesh of two to four ranks; all workers make them in the same order."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        wanted = [*((r,) for r in range(MOST)), (0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
+        self._subsets = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
+
+    def subset(self, ranks: Sequence[int]) -> Any:
+        """The group of these ranks."""
+        return self._subsets[tuple(ranks)]
+
+    def groups(self, mesh: Mesh) -> Groups:
+        """This rank's groups in a mesh."""
+        sharing, ulysses = mesh.sharing, mesh.ulysses
+        data, place = divmod(self._rank, sharing)
+        base, (ring, turn) = data * sharing, divmod(place, ulysses)
+        return Groups(
+            ulysses=self.subset([base + ring * ulysses + u for u in range(ulysses)]),
+            ring=self.subset([base + r * ulysses + turn for r in range(mesh.ring)]),
+            sequence=self.subset([base + s for s in range(sharing)]),
+            data=self.subset([d * sharing + place for d in range(mesh.data)]),
+            world=self.subset(range(mesh.ranks)),
         )
-        loss.backward()
-    assert rows.grad is not None
-    return loss.detach().numpy(), rows.grad.numpy()
 
 
 def _worker(rank: int, address: str, store: str) -> None:
@@ -93,17 +197,37 @@ def _worker(rank: int, address: str, store: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with Client(address) as parent:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST)
-        groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
+        worlds = Worlds(rank)
         parent.send(rank)
         while True:
             try:
-                share = parent.recv()
+                task = parent.recv()
             except EOFError:
                 return
             try:
-                parent.send(_compute(share, groups))
+                parent.send(_as_numpy(task.compute(worlds)))
+            except NotImplementedError:
+                parent.send(RankDeclinedError())
             except Exception as error:
-                parent.send(f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
+                told = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
+                parent.send(RankError(told))
+
+
+def _as_numpy(value: Any) -> Any:
+    """Tensors as arrays: torch would share their memory between processes, and its files outlive a kill."""
+    if isinstance(value, Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: _as_numpy(each) for key, each in value.items()}
+    return replace(value, **{name: _as_numpy(each) for name, each in vars(value).items()})
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.as_tensor(value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(each) for key, each in value.items()}
+    return replace(value, **{name: _as_tensors(each) for name, each in vars(value).items()})
 
 
 def _serve(address: str, store: str) -> None:
@@ -116,6 +240,9 @@ def _serve(address: str, store: str) -> None:
         os.wait()
 
 
+# --- the pool ---------------------------------------------------------------------------------------
+
+
 class Pool:
     """Four workers; a case uses the first two, three or four of them."""
 
@@ -123,36 +250,52 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         address, store = (str(Path(self._folder.name) / name) for name in ("socket", "store"))
         with Listener(address) as listener:
-            listener._listener._socket.settimeout(SECONDS)  # type: ignore[attr-defined]  # a pool that cannot start
+            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]  # may never start
             command = [sys.executable, "-m", "oracle.ranks", address, store]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
             self._server = subprocess.Popen(command, env=environment, start_new_session=True)
-            pipes = [listener.accept() for _ in range(MOST)]
-        self._pipes: dict[int, Connection] = {self._answer(pipe, "a new rank"): pipe for pipe in pipes}
+            pipes: list[Connection] = [listener.accept() for _ in range(MOST)]
+        ranks = self._answers(dict(enumerate(pipes)), START_SECONDS)
+        self._pipes = {rank: pipes[i] for i, rank in ranks.items()}
 
-    def run(self, shares: Sequence[Share]) -> list[RankResult]:
-        """Each rank's result for its share.
+    def run(self, tasks: Sequence[Task]) -> list[Any]:
+        """Each rank's answer to its task.
 
-        Raises RankError if one raises, dies or takes longer than two minutes; the pool is closed then.
+        Raises RankError if one raises or dies, RankHangError if one does not answer in time: the pool is
+        closed then, and the next case starts another. RankDeclinedError if all decline.
         """
-        for rank, share in enumerate(shares):
-            self._pipes[rank].send(share)
-        answers = [self._answer(self._pipes[rank], f"rank {rank} of {len(shares)}") for rank in range(len(shares))]
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                self.close()
-                raise RankError(f"rank {rank} of {len(shares)} raised {answer}")
-        return [RankResult(torch.from_numpy(loss), torch.from_numpy(gradient)) for loss, gradient in answers]
+        for rank, task in enumerate(tasks):
+            self._pipes[rank].send(task)
+        answers = self._answers({rank: self._pipes[rank] for rank in range(len(tasks))}, CASE_SECONDS)
+        if all(isinstance(answer, RankDeclinedError) for answer in answers.values()):
+            raise RankDeclinedError
+        for rank, answer in sorted(answers.items()):
+            if isinstance(answer, RankError):
+                if len(answers) < len(tasks):  # the others still wait for it
+                    self.close()
+                raise type(answer)(f"rank {rank} of {len(tasks)} raised {answer or 'NotImplementedError'}")
+        return [_as_tensors(answers[rank]) for rank in range(len(tasks))]
 
-    def _answer(self, pipe: Connection, who: str) -> Any:
-        if not pipe.poll(SECONDS):
-            self.close()
-            raise RankError(f"{who} gave no answer in {SECONDS:.0f} s: it hangs")
-        try:
-            return pipe.recv()
-        except EOFError as error:
-            self.close()
-            raise RankError(f"{who} died") from error
+    def _answers(self, pending: dict[int, Connection], seconds: float) -> dict[int, Any]:
+        """What each pipe says; after an error, what came within the grace time."""
+        found: dict[int, Any] = {}
+        pending, end, asked = dict(pending), time.monotonic() + seconds, len(pending)
+        while pending:
+            ready = wait(list(pending.values()), max(0.0, end - time.monotonic()))
+            if not ready and any(isinstance(answer, RankError) for answer in found.values()):
+                return found
+            if not ready:
+                self.close()
+                raise RankHangError(f"ranks {sorted(pending)} of {asked} gave no answer in {seconds:.0f} s: they hang")
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                try:
+                    found[rank] = pending.pop(rank).recv()
+                except EOFError as error:
+                    self.close()
+                    raise RankError(f"rank {rank} of {asked} died") from error
+                if isinstance(found[rank], RankError):
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        return found
 
     def close(self) -> None:
         """Ends the workers; the next case starts others."""
@@ -194,5 +337,27 @@ def over_ranks(
     )
 
 
+def over_mesh(implementation: Any, case: Case, streaming: bool = False) -> list[ShardedResult]:
+    """The implementation's step with the case's groups ``spread`` over the mesh's data ranks."""
+    name, mesh = specification(implementation), case.mesh
+    tasks = [
+        ShardedStep(name, replace(case, groups=groups, stream=_stream(case, groups)).to_json(), streaming)
+        for groups in spread(case, mesh.data)
+        for _ in range(mesh.sharing)
+    ]
+    return pool().run(tasks)
+
+
+def _stream(case: Case, groups: Sequence[Group]) -> Any:
+    """The case's layout for some of its groups: another order where it is for all of them."""
+    count = sum(len(group.sequences) for group in groups)
+    if case.stream.order is None or count == len(case.stream.order):
+        return case.stream
+    return replace(case.stream, order=tuple(reversed(range(count))))
+
+
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    # The tasks that workers unpickle are the package's, not those of a module called __main__.
+    from oracle.ranks import _serve as serve
+
+    serve(*sys.argv[1:])

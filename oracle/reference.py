@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from oracle import losses
 from oracle.case import Case, Rows
-from oracle.images import Images, grids_of, model_inputs
+from oracle.images import Images, grids_of, images_of, model_inputs
 from oracle.layout import PaddedRows, padded_rows
 from oracle.models import input_embeddings, kind
 from oracle.outcome import Outcome
@@ -140,8 +140,9 @@ def encode(
 def step(model: PreTrainedModel, case: Case, layout: Rows | None = None) -> Outcome:
     """One training step on padded rows (``layout``; None: each sequence alone), gradients and all."""
     check_model(model)
+    first, images = kind(case.model).first_position, images_of(case) if case.images else None
     with input_probe(model) as probe:
-        embeddings = encode(model, case.sequences, layout, case.options.pooling, kind(case.model).first_position)
+        embeddings = encode(model, case.sequences, layout, case.options.pooling, first, images)
         loss = losses.loss(embeddings, case.labels, case.options)
         model.zero_grad()
         loss.backward()

@@ -24,7 +24,7 @@ from oracle import reference
 from oracle.case import Case, Rows, from_lengths
 from oracle.contract import offers
 from oracle.exact import ExactError, exact
-from oracle.laws import LAWS, Broken, Law, VacuousError
+from oracle.laws import LAWS, Broken, HangError, Law, VacuousError
 from oracle.models import tiny
 from oracle.outcome import compare
 
@@ -204,8 +204,10 @@ def try_law(
             judge(law, implementation, case)
         except NotImplementedError:
             declined += 1
-        except Broken:
+        except Broken as broken:
             failed = case
+            if isinstance(broken, HangError):
+                raise _NotShrunkError(broken) from broken
             raise
 
     # Stored examples are kept by the function's name.
@@ -225,12 +227,21 @@ def try_law(
     try:
         with redirect_stdout(StringIO()):  # Hypothesis reports its own way; we report ours
             run()
-    except (Broken, hypothesis.errors.Flaky) as error:
+    except (Broken, hypothesis.errors.Flaky, _NotShrunkError) as error:
         assert failed is not None
-        broken = error if isinstance(error, Broken) else Broken("the same case gives different results when run again")
+        broken = error.broken if isinstance(error, _NotShrunkError) else error
+        if not isinstance(broken, Broken):
+            broken = Broken("the same case gives different results when run again")
         found = Finding(law.title, broken.summary, broken.details, failed)
     status = Status.BROKEN if found else Status.NOT_OFFERED if declined == tried else Status.HOLDS
     return LawResult(law.title, law.sentence, status, tried, time.perf_counter() - start, found, declined)
+
+
+class _NotShrunkError(BaseException):
+    """Passes Hypothesis by, which shrinks exceptions alone."""
+
+    def __init__(self, broken: Broken):
+        self.broken = broken
 
 
 def judge(law: Law, implementation: Any, case: Case) -> None:

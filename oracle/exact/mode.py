@@ -99,6 +99,26 @@ class exact:
         return sum(u.reductions for u in self._usage.values())
 
 
+class plain(TorchDispatchMode):
+    """A context in which a model in float64 computes in float64, its norms, rotary tables and softmax too.
+
+    Without it they run in float32. Nothing is put on a grid: sums round, by 1e-15 or so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arithmetic = Arithmetic(Grid())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._arithmetic.operator = func
+        if func.is_view or func.namespace == "c10d":
+            return func(*args, **(kwargs or {}))
+        cast = func._schema.name in {"aten::_to_copy", "aten::to"}
+        return (_to_copy if cast else _pass)(self._arithmetic, func, args, kwargs or {})
+
+
 class _Operators(TorchDispatchMode):
     """Sees every operator below autograd, forward and backward, and computes it by its rule."""
 

@@ -28,6 +28,10 @@ class Broken(AssertionError):
         super().__init__("\n".join([summary, *self.details]))
 
 
+class HangError(Broken):
+    """Ranks that wait for each other for ever: found once, and not shrunk, since every try takes its time."""
+
+
 class VacuousError(RuntimeError):
     """A comparison that could not have failed; the suite's own fault, never the implementation's."""
 

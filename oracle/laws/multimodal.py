@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from oracle import losses, reference
+from oracle import reference
 from oracle.case import Case
+from oracle.contract import training_step
 from oracle.exact import exact
 from oracle.images import grids_of, images_of
 from oracle.laws.law import Broken, law
 from oracle.layout import packed_stream
 from oracle.models import VOCABULARY, tiny
-from oracle.outcome import Outcome, compare, compare_embeddings
+from oracle.outcome import compare, compare_embeddings
 
 AXES = {3: "temporal, height, width", 4: "text, temporal, height, width"}
 
@@ -71,34 +72,14 @@ def mrope_rows_of_no_sequence_are_refused(implementation: Any, case: Case) -> No
             raise Broken(f"{what} was not refused: lengths {[int(n) for n in found]}", _shown(case, values))
 
 
-def _step(implementation: Any, case: Case) -> Outcome:
-    model = tiny(case.model, case.seed)
-    embeddings = implementation.encode_multimodal(
-        model, case.sequences, images_of(case), case.stream, case.options.pooling
-    )
-    loss = losses.loss(embeddings, case.labels, case.options)
-    model.zero_grad()
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return Outcome(embeddings.detach(), loss.detach(), gradients)
-
-
 @law("encode_multimodal", share=16, images=True)
 def images_and_text_equal_the_padded_ones(implementation: Any, case: Case) -> None:
     """Embeddings, loss and every gradient, the vision tower's too, equal, bit for bit, those of padded rows."""
     model = tiny(case.model, case.seed)
     with exact():
-        embeddings = reference.encode(
-            model, case.sequences, case.rows, case.options.pooling, images=images_of(case)
-        )
-        loss = losses.loss(embeddings, case.labels, case.options)
-        model.zero_grad()
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        found = _step(implementation, case)
-    difference = compare(Outcome(embeddings.detach(), loss.detach(), gradients), found)
+        expected = reference.step(model, case, case.rows)
+        found = training_step(implementation, model, case)
+    difference = compare(expected, found)
     if difference:
         raise Broken(f"{difference} (against padded rows)", [*_shown(case), f"model {case.model}"])
 

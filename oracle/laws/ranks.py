@@ -10,10 +10,10 @@ from torch import Tensor
 from oracle import losses
 from oracle.case import Case, Group
 from oracle.exact import exact
-from oracle.laws.law import Broken, law
+from oracle.laws.law import Broken, HangError, law
 from oracle.laws.losses import unit_rows
 from oracle.outcome import gap, same
-from oracle.ranks import WORLDS, RankError, over_ranks, row_counts, spread
+from oracle.ranks import WORLDS, RankDeclinedError, RankError, RankHangError, over_ranks, row_counts, spread
 
 
 def _judge(implementation: Any, case: Case, expected_loss: Any, mean_of_ranks: bool) -> None:
@@ -28,10 +28,10 @@ def _judge(implementation: Any, case: Case, expected_loss: Any, mean_of_ranks: b
     shown = [f"groups of {[[len(g.sequences) for g in share] for share in shares]} rows on {ranks} ranks"]
     try:
         results = over_ranks(implementation, case, rows, ranks, mean_of_ranks)
+    except RankDeclinedError as error:
+        raise NotImplementedError from error
     except RankError as error:
-        if "NotImplementedError" in str(error):
-            raise NotImplementedError from error
-        raise Broken(str(error), shown) from error
+        raise (HangError if isinstance(error, RankHangError) else Broken)(str(error), shown) from error
     wanted: tuple[Tensor, ...] = leaf.grad.split(row_counts(shares))
     for rank, (result, gradient) in enumerate(zip(results, wanted, strict=True)):
         if not same(result.loss, expected.detach()):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from impl import Packed, PaddingFree, distributed, encoder, losses
 from oracle.case import Stream
 from tests.faults.founding import StrictDecrease
+from tests.faults.sharded import SHARDED, PaddedIdsCompared
 
 Sequences = Sequence[Sequence[int]]
 
@@ -431,10 +432,13 @@ PLANTED: dict[str, type[PaddingFree]] = {
     "replay.a_gradient_cache_equals_the_plain_step": LastMiniBatchOnly,
     "ranks.loss_and_gradient_equal_one_process": GradientOverRanks,
     "ranks.mean_of_ranks_is_what_it_says": MeanOfAllGroups,
+    **SHARDED,
 }
 
 # More faults than one for a law: law -> faults.
 FURTHER: list[tuple[str, type[PaddingFree]]] = [
+    ("boundaries.slots_at_the_tail_change_nothing", PaddedIdsCompared),
+    ("boundaries.slots_after_each_sequence_change_nothing", PaddedIdsCompared),
     ("ranks.loss_and_gradient_equal_one_process", LocalLabels),
     ("ranks.loss_and_gradient_equal_one_process", PositivesFirst),
     ("losses.every_option_equals_its_definition", ThresholdOfAnotherRow),

@@ -44,6 +44,21 @@ SMALLEST: dict[str, list[int] | None] = {
     "replay.a_gradient_cache_equals_the_plain_step": [1, 1, 1],
     "ranks.loss_and_gradient_equal_one_process": [1] * 8,
     "ranks.mean_of_ranks_is_what_it_says": None,
+    "slots.lengths_find_their_tokens_in_any_layout": [1, 1],
+    "slots.what_stands_in_slots_stays_there": [1, 1],
+    "slots.pads_numbered_like_a_sequence_are_refused": [1, 2],
+    "multimodal.mrope_rows_give_the_lengths": [1, 2],
+    "multimodal.mrope_rows_of_no_sequence_are_refused": [1, 2],
+    "multimodal.images_and_text_equal_the_padded_ones": [1, 2],
+    "multimodal.images_and_text_equal_each_sequence_alone": None,
+    "sharding.split_then_gather_is_the_identity": [1, 1],
+    "sharding.every_field_is_laid_out_alike": [1, 1],
+    "sharding.what_stands_in_a_shards_slots_stays_there": [1, 1],
+    "sharding.attention_over_shards_equals_the_whole": [1, 2],
+    "sharding.ulysses_equals_one_process": [1, 1, 1],
+    "sharding.a_ring_equals_one_process": [1, 1, 2],
+    "sharding.ulysses_times_ring_equals_one_process": [1, 1, 2],
+    "sharding.a_streaming_ring_is_within_a_grid_step": [1, 1, 2],
 }
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.impl.torchrun import launch
 
 SCRIPT = """
 import os, sys, torch
@@ -58,24 +53,13 @@ dist.destroy_process_group()
 """
 
 
-def _launch(world: int, *arguments: str) -> list[str]:
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--no-python"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, sys.executable, "-c", SCRIPT, *arguments],
-        env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), [(2, "shared"), (4, "shared"), (2, "own")])
 def test_ddps_averaged_gradients_are_one_processs_in_every_bit(world: int, kind: str) -> None:
-    assert _launch(world, kind, "right") == [f"rank {r} loss True gradients 24 wrong 0" for r in range(world)]
+    assert launch(world, kind, "right") == [f"rank {r} loss True gradients 24 wrong 0" for r in range(world)]
 
 
 @pytest.mark.slow
 def test_a_gradient_divided_by_the_ranks_is_seen() -> None:
-    lines = _launch(2, "shared", "wrong")
+    lines = launch(2, "shared", "wrong")
     assert all("loss True" in line and "wrong 24" in line for line in lines), lines

@@ -1,0 +1,217 @@
+"""Shards: the index maps against plain loops, the simulator against real processes, and a real trainer over both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl import pack
+from impl.errors import ShardingError
+from impl.sharding import Plan, Simulated, sharded_attention
+from tests.impl.torchrun import launch
+
+SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 3)]
+
+
+def held_by_definition(lengths: list[int], ulysses: int, ring: int) -> list[list[int]]:
+    """What each rank holds, -1 a slot, by plain loops."""
+    on_ring: list[list[int]] = [[] for _ in range(ring)]
+    start = 0
+    for length in lengths:
+        tokens = list(range(start, start + length))
+        start += length
+        while ring > 1 and len(tokens) % (2 * ring):
+            tokens.append(-1)
+        if ring == 1:
+            on_ring[0] += tokens
+            continue
+        size = len(tokens) // (2 * ring)
+        chunks = [tokens[i * size : (i + 1) * size] for i in range(2 * ring)]
+        for rank in range(ring):
+            on_ring[rank] += chunks[rank] + chunks[2 * ring - 1 - rank]
+    held = []
+    for tokens in on_ring:
+        while len(tokens) % ulysses:
+            tokens.append(-1)
+        size = len(tokens) // ulysses
+        held += [tokens[u * size : (u + 1) * size] for u in range(ulysses)]
+    return held
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.sampled_from(SIZES))
+def test_the_plan_is_the_definition(lengths: list[int], sizes: tuple[int, int]) -> None:
+    plan = Plan(tuple(lengths), *sizes)
+    held = held_by_definition(lengths, *sizes)
+    assert plan.padded[plan.shards].tolist() == held
+    assert [each.tolist() for each in plan.tokens] == [[t for t in each if t >= 0] for each in held]
+    assert plan.counts == [sum(t >= 0 for t in each) for each in held]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    sequence, at = plan.position(torch.arange(sum(lengths)))
+    assert [starts[s] + p for s, p in zip(sequence.tolist(), at.tolist(), strict=True)] == list(range(sum(lengths)))
+
+
+def test_a_rank_may_hold_slots_only() -> None:
+    assert Plan((1,), 4, 1).counts == [1, 0, 0, 0]
+    assert Plan((1, 1), 1, 2).counts == [2, 0]
+    assert Plan((1,), 2, 2).padded[Plan((1,), 2, 2).shards].tolist() == [[0], [-1], [-1], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Plan(()), "the batch is empty"),
+        (lambda: Plan((3, 0, 2)), "sequence 1 has 0 tokens"),
+        (lambda: Plan((3,), 0), "sizes must be at least 1, found Ulysses 0"),
+        (lambda: Plan((3,), 2).split(torch.zeros(4)), "4 values for a stream of 3 tokens"),
+        (lambda: Plan((3,), 2).gather([torch.zeros(2)]), r"shards of \[2\], expected 2 of 2"),
+        (lambda: Plan((3,), 2).gather([torch.zeros(2), torch.zeros(1)]), r"shards of \[2, 1\], expected 2 of 2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        build()
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    wire = Simulated(Plan((3, 2), 4, 1))
+    qkv = [(torch.zeros(n, 4, 8), torch.zeros(n, 2, 8), torch.zeros(n, 2, 8)) for n in wire.plan.counts]
+    with pytest.raises(ShardingError, match="4 heads and 2 key-value heads do not divide by Ulysses 4"):
+        sharded_attention(wire, qkv, (-1, 0), 1.0)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from(SIZES), st.sampled_from([(-1, 0), (-1, -1), (2, 0), (1, 2)])
+)  # fmt: skip
+def test_every_query_sees_its_own_sequence_within_its_window(
+    lengths: list[int], sizes: tuple[int, int], window: tuple[int, int]
+) -> None:
+    """With equal scores the output is the mean of the values seen: whose they are is plain to see."""
+    plan, heads = Plan(tuple(lengths), *sizes), sizes[0]
+    tags = torch.arange(1.0, sum(lengths) + 1, dtype=torch.float64)
+    zero = torch.zeros(sum(lengths), heads, 1, dtype=torch.float64)
+    values = (tags.view(-1, 1, 1) ** 3).expand(-1, heads, -1)
+    shares = [(zero[held], zero[held], values[held]) for held in plan.tokens]
+    start = 0
+    expected = []
+    for length in lengths:
+        for at in range(length):
+            left = 0 if window[0] < 0 else max(0, at - window[0])
+            right = length - 1 if window[1] < 0 else min(length - 1, at + window[1])
+            seen = values[start + left : start + right + 1, 0, 0]
+            expected.append(float(seen.sum() / len(seen)))
+        start += length
+    for streaming in (True, False):
+        found = plan.collected(sharded_attention(Simulated(plan), shares, window, 1.0, streaming))
+        torch.testing.assert_close(found[:, 0, 0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+AGREEMENT = """
+import sys, torch
+import torch.distributed as dist
+from impl.sharding import Plan, Ranks, Simulated, sharded_attention
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+ulysses, ring = int(sys.argv[1]), int(sys.argv[2])
+ranks = Ranks.over(ulysses, ring)
+generator = torch.Generator().manual_seed(0)
+wrong = compared = 0
+for lengths in [(1,), (1, 1), (5,), (1, 7, 2, 9, 1, 1), (3, 5), (16, 1), (1,) * 12]:
+    whole = [torch.randn(sum(lengths), heads, 4, dtype=torch.float64, generator=generator) for heads in (8, 4, 4)]
+    upstream = torch.randn(sum(lengths), 8, 4, dtype=torch.float64, generator=generator)
+    processes = ranks.wire(lengths)
+    for streaming in (True, False):
+        for window in ((-1, 0), (-1, -1)):
+            results = []
+            for wire in (processes, Simulated(Plan(lengths, ulysses, ring))):
+                leaves = [[x[held].requires_grad_() for x in whole] for held in wire.plan.tokens]
+                held = [leaves[rank] for rank in wire.held]
+                outs = sharded_attention(wire, [tuple(each) for each in held], window, 0.5, streaming)
+                torch.autograd.backward(outs, [upstream[wire.plan.tokens[rank]] for rank in wire.held])
+                mine = list(wire.held).index(processes.rank)
+                results.append([outs[mine], *(x.grad for x in held[mine])])
+            compared += 4
+            wrong += sum(not torch.equal(a, b) for a, b in zip(*results))
+print(f"rank {dist.get_rank()} holds {processes.plan.counts[processes.rank]} compared {compared} wrong {wrong}", flush=True)
+dist.destroy_process_group()
+"""
+
+TRAINER = """
+import sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import impl
+from impl import sharding
+from impl.losses import InfoNCE
+from oracle import exact, reference
+from oracle.case import Case, Options, Rows, from_lengths
+from oracle.models import tiny
+from oracle.outcome import same
+from oracle.ranks import loss_scale, row_counts, spread
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+ulysses, ring, name, pooling = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+ranks = sharding.Ranks.over(ulysses, ring)
+data, streams = dist.get_rank(ranks.data), dist.get_world_size(ranks.data)
+case = from_lengths([[3, 1, 7], [1, 1], [12, 1, 1, 5], [2, 4]], options=Options(pooling=pooling), model=name)
+shares = spread(case, streams)
+share, model = Case(shares[data], options=case.options, model=name), tiny(name)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def forward(self, sequences):
+        return sharding.encode(self.model, impl.pack(sequences), ranks, pooling, streaming=False)
+
+
+trainer = DistributedDataParallel(Encoder())
+with exact(loss_scale=loss_scale(dist.get_world_size())):
+    embeddings = trainer(share.sequences)
+    loss = sharding.loss(InfoNCE(), embeddings, torch.tensor(share.labels, dtype=torch.float64), ranks)
+    loss.backward()
+found = {n: p.grad.clone() for n, p in model.named_parameters()}
+model.zero_grad()
+with exact():
+    expected = reference.step(model, case, Rows())
+mine = expected.embeddings.split(row_counts(shares))[data]
+wrong = [n for n in expected.gradients if not same(expected.gradients[n], found[n])]
+print(f"rank {dist.get_rank()} embeddings {same(mine, embeddings.detach())} loss {same(expected.loss, loss.detach())} "
+      f"gradients {len(found)} wrong {len(wrong)}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+def test_the_simulator_and_processes_agree_in_every_bit(ulysses: int, ring: int) -> None:
+    """In plain float64, forward and backward, by a running log-sum-exp and by three rounds."""
+    lines = launch(ulysses * ring, AGREEMENT, ulysses, ring)
+    assert all(line.endswith("compared 112 wrong 0") for line in lines), lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "ulysses", "ring", "model", "pooling"),
+    [(4, 2, 2, "qwen3", "last"), (4, 1, 2, "mistral", "mean"), (2, 2, 1, "bert", "max"), (2, 1, 2, "gemma3", "cls")],
+)
+def test_a_ddp_trainer_over_shards_is_one_process_in_every_bit(
+    world: int, ulysses: int, ring: int, model: str, pooling: str
+) -> None:
+    lines = launch(world, TRAINER, ulysses, ring, model, pooling)
+    assert all("embeddings True loss True" in line and line.endswith("wrong 0") for line in lines), lines
+
+
+def test_a_plan_reads_a_packed_batch() -> None:
+    packed = pack([[1, 2, 3], [4], [5, 6]])
+    shards = Plan(packed.lengths, 1, 2).split(packed.input_ids, fill=0)
+    assert [shard.tolist() for shard in shards] == [[4, 0, 5, 0, 1, 0], [0, 0, 6, 0, 2, 3]]
