@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from impl import attention
-from impl.attention import PREFIX, Window
+from impl.attention import Window
 from impl.distributed import for_averaging, infonce, rows_of_all
 from impl.encoder import pool
 from impl.errors import BackendError, ShardingError
@@ -154,8 +154,15 @@ class Wire(Protocol):
     methods take and give one entry for each of these.
     """
 
-    plan: Plan
-    held: Sequence[int]
+    @property
+    def plan(self) -> Plan:
+        """The stream's."""
+        ...
+
+    @property
+    def held(self) -> Sequence[int]:
+        """See above."""
+        ...
 
     def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
         """All-to-all among Ulysses ranks: entry [i][j] goes to the j-th of them; differentiable.
@@ -183,11 +190,19 @@ class Simulated:
     def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
         """See ``Wire``."""
         size = self.plan.ulysses
-        return [[sent[rank // size * size + peer][rank % size] for peer in range(size)] for rank in self.held]
+        got = [[sent[rank // size * size + peer][rank % size] for peer in range(size)] for rank in self.held]
+        return [self._as_expected(pieces, wanted) for pieces, wanted in zip(got, shapes, strict=True)]
 
     def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
         """See ``Wire``."""
-        return [sent[(rank - self.plan.ulysses) % self.plan.ranks] for rank in self.held]
+        return self._as_expected([sent[(rank - self.plan.ulysses) % self.plan.ranks] for rank in self.held], shapes)
+
+    @staticmethod
+    def _as_expected(got: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """Between processes a piece of another size than expected would be read wrongly, or never arrive."""
+        if [tuple(each.shape) for each in got] != shapes:
+            raise ShardingError(f"pieces of {[tuple(each.shape) for each in got]} arrived, expected {shapes}")
+        return got
 
 
 @dataclass(frozen=True)
@@ -224,7 +239,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's rank, over torch.distributed."""
+    """One rank in a process of its own, over torch.distributed."""
 
     ranks: Ranks
     plan: Plan
@@ -236,7 +251,7 @@ class Processes:
 
     @property
     def held(self) -> Sequence[int]:
-        """This rank alone."""
+        """The rank here alone."""
         return [self.rank]
 
     def exchange(self, sent: Pieces, shapes: list[list[tuple[int, ...]]]) -> Pieces:
@@ -316,9 +331,7 @@ class _Blocks:
         if plan.ring == 1:
             return blocks
         sources = [(self.ring_rank(rank) - step) % plan.ring for rank in self.wire.held]
-        shapes = [
-            (len(plan.ring_tokens(source)), *b.shape[1:]) for source, b in zip(sources, blocks, strict=True)
-        ]
+        shapes = [(len(plan.ring_tokens(source)), *b.shape[1:]) for source, b in zip(sources, blocks, strict=True)]
         return self.wire.shift(blocks, shapes)
 
     def hidden(self, rank: int, source: int, device: torch.device) -> Tensor:
@@ -510,7 +523,7 @@ class _Shard:
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, shard: Any, window: Window, scale: float) -> Tensor:
     """The back end ``sharded``: q [rows, h, d]; rows beyond the real tokens (one slot, or none) give zeros."""
-    real = tuple(x[: shard.count] for x in (q, k, v))
+    real = q[: shard.count], k[: shard.count], v[: shard.count]
     (out,) = sharded_attention(shard.wire, [real], window, scale, shard.streaming)
     return torch.cat([out, torch.zeros_like(q[shard.count :])])
 

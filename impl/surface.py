@@ -132,9 +132,7 @@ class PaddingFree:
         """See ``impl.sharding.Plan.split``."""
         return sharding.Plan(tuple(lengths), ulysses, ring).split(field, dim, fill)
 
-    def gather(
-        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
-    ) -> Tensor:
+    def gather(self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0) -> Tensor:
         """See ``impl.sharding.Plan.gather``."""
         return sharding.Plan(tuple(lengths), ulysses, ring).gather(shards, dim)
 
@@ -147,9 +145,7 @@ class PaddingFree:
         window = (-1, 0 if causal else -1)
         return wire.plan.collected(sharding.sharded_attention(wire, shares, window, q.shape[-1] ** -0.5, False))
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         """One rank's part of a step."""
         ranks = sharding.Ranks(groups.ulysses, groups.ring, groups.sequence, groups.data)
         packed = self.pack(model, case.sequences, case.stream)

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("implementation", nargs="?", default=OURS, help=f"package.module:Object (default {OURS})")
     check.add_argument("--model", default="qwen3", help=f"one of {', '.join(MODELS)} (default qwen3)")
-    check.add_argument("--examples", type=_positive, default=1100, help="cases drawn in all (default 1100)")
+    check.add_argument("--examples", type=_positive, default=1600, help="cases drawn in all (default 1600)")
     check.add_argument("--seed", type=int, default=0, help="reproduces a run (default 0)")
     check.add_argument("--all", action="store_true", help="go on after the first broken law")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report there")

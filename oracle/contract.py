@@ -109,7 +109,6 @@ class Implementation(Protocol):
         load the object by its class's name, or by an attribute ``specification``."""
         ...
 
-
     def split(
         self, field: Tensor, lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0, fill: float = 0
     ) -> list[Tensor]:
@@ -120,9 +119,7 @@ class Implementation(Protocol):
         """
         ...
 
-    def gather(
-        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
-    ) -> Tensor:
+    def gather(self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0) -> Tensor:
         """The inverse of ``split``, without slots: [..., T, ...]; differentiable."""
         ...
 

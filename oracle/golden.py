@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oracle import losses, reference
-from oracle.case import POOLINGS, Case, Options, Rows, Stream, from_lengths, from_parts
+from oracle.case import POOLINGS, Case, Grid, Options, Rows, Stream, from_lengths, from_parts
 from oracle.contract import training_step
 from oracle.exact import exact
 from oracle.laws.losses import unit_rows
@@ -49,7 +49,7 @@ class Golden:
 
 
 MIX = [[3, 1, 7], [1, 1], [5, 2, 1, 1]]
-IMAGES = [[[3], [(1, 2, 4)], [2, (1, 4, 4), 1]], [[1], [(1, 2, 2), 1, (2, 2, 2), 2], [1]]]
+IMAGES: list[list[list[int | Grid]]] = [[[3], [(1, 2, 4)], [2, (1, 4, 4), 1]], [[1], [(1, 2, 2), 1, (2, 2, 2), 2], [1]]]
 
 
 def goldens() -> dict[str, Golden]:

@@ -113,6 +113,7 @@ def _visual(
 
     return build
 
+
 MODELS: dict[str, ModelKind] = {
     "qwen3": ModelKind(_decoder(transformers.Qwen3Model, transformers.Qwen3Config)),
     # As many key-value heads as heads, so that four Ulysses ranks can share them.

@@ -179,7 +179,7 @@ class Worlds:
         return self._subsets[tuple(ranks)]
 
     def groups(self, mesh: Mesh) -> Groups:
-        """This rank's groups in a mesh."""
+        """The groups of the rank here in a mesh."""
         sharing, ulysses = mesh.sharing, mesh.ulysses
         data, place = divmod(self._rank, sharing)
         base, (ring, turn) = data * sharing, divmod(place, ulysses)

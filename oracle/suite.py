@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -150,7 +151,7 @@ def shares(laws: Sequence[Law], examples: int) -> dict[str, int]:
 def check(
     implementation: Any,
     model: str = "qwen3",
-    examples: int = 1100,
+    examples: int = 1600,
     seed: int = 0,
     stop_at_first: bool = True,
     progress: Progress | None = None,
@@ -211,7 +212,7 @@ def try_law(
             raise
 
     # Stored examples are kept by the function's name.
-    every_case.__name__ = f"{law.family}_{law.name}_{model}".replace("-", "_")
+    every_case.__name__ = re.sub(r"\W", "_", f"{law.family}_{law.name}_{model}")
     configured = settings(
         max_examples=examples,
         deadline=None,

@@ -134,9 +134,7 @@ class ImagesInBatchOrder(_Multimodal):
 class UnpaddedShardSlices(PaddingFree):
     """Gathered shards are cut to the number of real tokens, wherever their slots are."""
 
-    def gather(
-        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
-    ) -> Tensor:
+    def gather(self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0) -> Tensor:
         plan = sharding.Plan(tuple(lengths), ulysses, ring)
         padded = torch.cat(list(shards), dim).index_select(dim, plan.shards.flatten().argsort())
         return padded.narrow(dim, 0, sum(lengths))
@@ -161,9 +159,7 @@ class FieldsByOtherBoundaries(PaddingFree):
 class ShardSlotsMultipliedAway(PaddingFree):
     """Slots are left out by a product with a mask."""
 
-    def gather(
-        self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0
-    ) -> Tensor:
+    def gather(self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0) -> Tensor:
         if dim != 0 or not shards[0].is_floating_point():
             return super().gather(shards, lengths, ulysses, ring, dim)
         plan = sharding.Plan(tuple(lengths), ulysses, ring)
@@ -196,9 +192,7 @@ class PositionsWithinTheShard(PaddingFree):
 class GradientOverShards(PaddingFree):
     """The ranks that share a sequence count as data ranks: averaging leaves 1/SP of the gradient."""
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         def over_data(infonce_loss: Any, embeddings: Tensor, labels: Tensor, ranks: Any) -> Tensor:
             return distributed.infonce(infonce_loss, embeddings, labels, ranks.data)
 
@@ -209,9 +203,7 @@ class GradientOverShards(PaddingFree):
 class LastTokenOnTheFirstRank(PaddingFree):
     """The last token is looked for on the ring's first rank, where slots may have taken its place (slime 2375)."""
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         def encode(model: PreTrainedModel, packed: packing.Packed, ranks: Any, *rest: Any) -> Tensor:
             wire = ranks.wire(packed.lengths)
             states = wire.own(sharding.hidden_states(model, packed, wire, False), wire.plan.counts)
@@ -230,9 +222,7 @@ class LastTokenOnTheFirstRank(PaddingFree):
 class LastBlockForgotten(PaddingFree):
     """The block that comes round last is not attended to."""
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         right = sharding._Blocks.hidden
 
         def hidden(blocks: Any, rank: int, source: int, device: Any) -> Tensor:
@@ -268,9 +258,7 @@ class RunningMaximumForgotten(PaddingFree):
 class FirstRankWaits(PaddingFree):
     """One rank asks for a sum that no other rank takes part in."""
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         if torch.distributed.get_rank(groups.world) == 0:
             torch.distributed.all_reduce(torch.zeros(1), group=groups.sequence)
         return super().sharded_step(model, case, groups, streaming)
@@ -279,9 +267,7 @@ class FirstRankWaits(PaddingFree):
 class SecondRankRaises(PaddingFree):
     """One rank fails while the others wait for it."""
 
-    def sharded_step(
-        self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False
-    ) -> SimpleNamespace:
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
         if torch.distributed.get_rank(groups.world) == 1:
             raise ValueError("the second rank has had enough")
         return super().sharded_step(model, case, groups, streaming)

@@ -56,10 +56,10 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), [(2, "shared"), (4, "shared"), (2, "own")])
 def test_ddps_averaged_gradients_are_one_processs_in_every_bit(world: int, kind: str) -> None:
-    assert launch(world, kind, "right") == [f"rank {r} loss True gradients 24 wrong 0" for r in range(world)]
+    assert launch(world, SCRIPT, kind, "right") == [f"rank {r} loss True gradients 24 wrong 0" for r in range(world)]
 
 
 @pytest.mark.slow
 def test_a_gradient_divided_by_the_ranks_is_seen() -> None:
-    lines = launch(2, "shared", "wrong")
+    lines = launch(2, SCRIPT, "shared", "wrong")
     assert all("loss True" in line and "wrong 24" in line for line in lines), lines

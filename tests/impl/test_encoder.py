@@ -31,7 +31,9 @@ def test_packed_equals_padded_in_every_bit(name: str, backend: str, pooling: str
         expected = reference.step(tiny(name), case, Rows())
     found = Outcome(made.embeddings, made.loss, made.gradients, made.input_gradients)
     assert compare(expected, found) is None
-    assert attention.ran[backend] == before + tiny(name).config.get_text_config().num_hidden_layers, "another back end ran"
+    assert attention.ran[backend] == before + tiny(name).config.get_text_config().num_hidden_layers, (
+        "another back end ran"
+    )
 
 
 def test_a_training_step_as_a_library() -> None:
