@@ -15,14 +15,12 @@ from oracle.laws.law import Broken, HangError, law
 from oracle.models import tiny
 from oracle.outcome import Difference, Outcome, compare, compare_embeddings, gap, same
 from oracle.ranks import RankDeclinedError, RankError, RankHangError, ShardedResult, over_mesh, row_counts, spread
+from oracle.tolerances import STREAMING
+
 
 SIMULATED = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (4, 1, 1), (1, 4, 1), (3, 2, 1), (2, 4, 1), (1, 1, 1))
 ULYSSES = ((2, 1, 1), (2, 1, 2), (4, 1, 1))
 RING = ((1, 2, 1), (1, 2, 2), (1, 4, 1))
-
-# In plain float64 a running log-sum-exp rounds: by how much embeddings, loss and gradients (over the largest
-# of each) may be off. Noise and the smallest fault stand beside it in tests/quality/test_streaming.py.
-STREAMING_BOUND = 2.0**-36
 
 
 def _shown(case: Case) -> list[str]:
@@ -203,7 +201,7 @@ def a_streaming_ring_is_within_a_grid_step(implementation: Any, case: Case) -> N
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
     for rank, result in enumerate(_over_mesh(implementation, case, streaming=True)):
         found = Outcome(result.embeddings, result.loss, result.gradients)
-        difference = first_beyond(expected, found, STREAMING_BOUND)
+        difference = first_beyond(expected, found, STREAMING.bound)
         if difference:
             raise Broken(f"rank {rank} of {case.mesh.ranks}: {difference}", _shown(case))
 
