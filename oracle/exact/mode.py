@@ -107,7 +107,7 @@ class plain(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._arithmetic = Arithmetic(Grid())
+        self._arithmetic = _Unsnapped(Grid())
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,8 +115,18 @@ class plain(TorchDispatchMode):
         self._arithmetic.operator = func
         if func.is_view or func.namespace == "c10d":
             return func(*args, **(kwargs or {}))
-        cast = func._schema.name in {"aten::_to_copy", "aten::to"}
+        name = func._schema.name
+        if name == "aten::_grouped_mm":  # torch has none for float64
+            return RULES[name].compute(self._arithmetic, *args, **(kwargs or {}))
+        cast = name in {"aten::_to_copy", "aten::to"}
         return (_to_copy if cast else _pass)(self._arithmetic, func, args, kwargs or {})
+
+
+class _Unsnapped(Arithmetic):
+    """Products that round."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.matmul(a, b)
 
 
 class _Operators(TorchDispatchMode):

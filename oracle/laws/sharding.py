@@ -17,7 +17,6 @@ from oracle.outcome import Difference, Outcome, compare, compare_embeddings, gap
 from oracle.ranks import RankDeclinedError, RankError, RankHangError, ShardedResult, over_mesh, row_counts, spread
 from oracle.tolerances import STREAMING
 
-
 SIMULATED = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (4, 1, 1), (1, 4, 1), (3, 2, 1), (2, 4, 1), (1, 1, 1))
 ULYSSES = ((2, 1, 1), (2, 1, 2), (4, 1, 1))
 RING = ((1, 2, 1), (1, 2, 2), (1, 4, 1))

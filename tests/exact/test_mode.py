@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracle import exact, reference
 from oracle.case import Options, Rows, from_lengths
-from oracle.exact import BudgetError, ExactError, PrecisionError, UnknownOperatorError
+from oracle.exact import BudgetError, ExactError, PrecisionError, UnknownOperatorError, plain
 from oracle.exact.grid import snap
 from oracle.models import MODELS, tiny
 
@@ -506,3 +507,52 @@ def test_a_paged_varlen_call_is_refused() -> None:
         varlen_attn(q, q, q, cu, cu, 4, 4, seqused_k=torch.tensor([4], dtype=torch.int32))
     with exact(), pytest.raises(ExactError, match="must rise from 0"):
         varlen_attn(q, q, q, cu + 1, cu + 1, 4, 4)
+
+
+class _ManySteps(torch.autograd.Function):
+    """A backward node that calls more of torch's functions than Python may nest."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = 3
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0]
+        for _ in range(2 * sys.getrecursionlimit()):
+            gradient = gradient.view(len(gradient), -1)
+        return torch.nn.functional.linear(gradient, torch.eye(4, dtype=torch.float64)) * ctx.factor
+
+
+def test_a_long_backward_node_does_not_pile_modes_up() -> None:
+    x = drawn(5, 4).requires_grad_()
+    with exact():
+        _ManySteps.apply(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((5, 4), 3.0, dtype=torch.float64))
+
+
+# --- plain float64 ----------------------------------------------------------------------------------
+
+
+def test_plain_is_float64_throughout() -> None:
+    x = drawn(3, 5)
+    with plain():
+        assert x.float().dtype is torch.float64
+        assert torch.softmax(x, -1, dtype=torch.float32).dtype is torch.float64
+        assert torch.zeros(2).dtype is torch.float64
+        assert (torch.arange(3.0) @ x).dtype is torch.float64
+        assert torch.equal((x.float() * 3).sum(0), (x * 3).sum(0))
+    assert x.float().dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_is_close_to_exact_and_has_the_accuracy_of_float64(name: str) -> None:
+    case, model = from_lengths([[3, 1, 7], [9, 2]], model=name), tiny(name)
+    with plain():
+        padded, wider = (reference.step(model, case, layout).embeddings for layout in (Rows(), Rows(extra=9)))
+    with exact():
+        snapped = reference.step(model, case, Rows()).embeddings
+    assert float((padded - wider).abs().max()) < 1e-13
+    assert 0 < float((padded - snapped).abs().max()) < 1e-2

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from impl import Packed, boundaries, from_stream, pack
 from impl.errors import BoundaryError, PackingError
+from impl.packing import unpack
 from oracle.case import Case
 from oracle.layout import packed_stream
 from oracle.models import VOCABULARY
@@ -79,6 +80,33 @@ def test_what_cannot_be_packed_is_refused(
         pack(sequences, **arguments)  # type: ignore[arg-type]
 
 
+def rows(*tokens: tuple[int, ...]) -> torch.Tensor:
+    """Position ids of several rows from each token's."""
+    return torch.tensor(tokens).T
+
+
+@pytest.mark.parametrize(
+    ("given_", "lengths_"),
+    [
+        # The video's text goes on after the last frame in Qwen2-VL, after the longer side in transformers 5.
+        ({"position_ids": rows((0, 0, 0), (0, 0, 0), (1, 1, 1))}, [1, 2]),
+        ({"position_ids": rows((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (2, 2, 2), (0, 0, 0))}, [5, 1]),
+        (
+            {"position_ids": rows((0, 0, 0), (50, 0, 0), (51, 51, 51), (-1, -1, -1), (0, 0, 0))},
+            [3, 1],
+        ),
+        ({"position_ids": rows((0, 0, 0), (1, 0, 0), (1, 1, 1), (0, 0, 0))}, [3, 1]),  # transformers 5's
+        ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 0, 0), (-1, -1, -1, -1))}, [2, 1]),
+        ({"position_ids": [0, 1, 0, 0, 1, 2], "lengths": [2, 1]}, [2, 1]),
+        ({"position_ids": [0, 1, 0, 0, 0, 0], "lengths": [2, 1], "count": 2}, [2, 1]),
+        ({"position_ids": [0, 1, -1, -1, 0, -1], "lengths": [2, 1]}, [2, 1]),
+        ({"position_ids": [2, 3, 2], "lengths": [2, 1], "first_position": 2}, [2, 1]),
+    ],
+)
+def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: list[int]) -> None:
+    assert boundaries(**given_) == lengths_  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
@@ -99,7 +127,24 @@ def test_what_cannot_be_packed_is_refused(
         ({"cu_seqlens": [0, 3], "total": 4}, "ends at 3, the stream at 4"),
         ({}, "either position_ids or cu_seqlens"),
         ({"position_ids": [0], "cu_seqlens": [0, 1]}, "either position_ids or cu_seqlens"),
-        ({"position_ids": [0, 1, 2, 3], "count": 2}, "1 sequences found where 2 were packed"),
+        (
+            {"position_ids": [0, 1, 2, 3], "count": 2},
+            "1 sequences found where 2 .*: one is empty or counts on",
+        ),
+        (
+            {"position_ids": [0, 1, 0, 1], "count": 1},
+            "2 sequences found where 1 .*: pads are numbered like one",
+        ),
+        ({"position_ids": [0, 1, 0], "lengths": [2, 2]}, "lengths sum to 4, the stream holds 3 tokens"),
+        ({"position_ids": [0, 1, 0], "lengths": [2, 0]}, "lengths says sequence 1 has 0 tokens"),
+        ({"position_ids": [0, 1, 0], "lengths": [3]}, "sequence 0 has 3 tokens from slot 0, but another .* at slot 2"),
+        ({"position_ids": [0, 1, 2], "lengths": [2, 1]}, "slot 2 holds position 2; a sequence begins at 0"),
+        ({"position_ids": [0, -1, 0], "lengths": [2]}, "sequence 0 has 2 tokens from slot 0: slots stand inside"),
+        ({"position_ids": rows((0, 0, 1))}, r"slot 0 holds position \(0, 0, 1\); expected 0 on all axes"),
+        ({"position_ids": rows((0, 0, 0), (0, 0, 1), (3, 3, 3))}, r"slot 2 holds position \(3, 3, 3\); expected 2 on"),
+        ({"position_ids": rows((-1, -1, -1), (0, 0, 0))}, "slot 0 is -1 before any sequence"),
+        ({"position_ids": rows((0, 0, 0), (-1, -1, -1), (1, 1, 1))}, r"slot 2 holds position \(1, 1, 1\); expected 0"),
+        ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 0))}, "text's row and the three axes disagree from sequence 0"),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_its_place(given_: dict[str, object], message: str) -> None:
@@ -124,3 +169,17 @@ def test_a_stream_that_contradicts_itself_is_refused(
 def test_values_of_another_length_cannot_be_unpacked() -> None:
     with pytest.raises(PackingError, match="6 values for a stream of 7 tokens"):
         pack(SEQUENCES).unpack(torch.zeros(6))
+
+
+def test_a_stream_with_slots_unpacks_by_its_positions_alone() -> None:
+    positions = torch.tensor([0, 1, -1, 0, -1, -1])
+    assert [piece.tolist() for piece in unpack(torch.arange(6), positions)] == [[0, 1], [3]]
+    with pytest.raises(BoundaryError, match="5 values for a stream of 6 slots and tokens"):
+        unpack(torch.arange(5), positions)
+
+
+def test_a_multimodal_stream_loses_its_slots() -> None:
+    positions = rows((0, 0, 0), (0, 0, 1), (-1, -1, -1), (0, 0, 0), (-1, -1, -1))
+    packed = from_stream(torch.tensor([9, 9, 0, 7, 0]), positions)
+    assert (packed.lengths, packed.input_ids.tolist()) == ((2, 1), [9, 9, 7])
+    assert packed.position_ids.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]

@@ -7,13 +7,27 @@ import json
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from oracle.case import Case, CaseError, Group, Options, Rows, Stream, distinct_ids, from_lengths
+from oracle.case import (
+    IMAGE_ID,
+    Case,
+    CaseError,
+    Group,
+    Mesh,
+    Options,
+    Rows,
+    Stream,
+    distinct_ids,
+    from_lengths,
+    from_parts,
+    grids,
+)
 from oracle.founding import founding_case
-from oracle.strategies import cases
+from oracle.strategies import cases, image_cases, mesh_cases
 
 
-@given(cases())
+@given(st.one_of(cases(), image_cases(), mesh_cases(((2, 2, 1), (1, 2, 2)))))
 def test_json_gives_back_the_same_case(case: Case) -> None:
     assert Case.from_json(case.to_json()) == case
 
@@ -77,3 +91,34 @@ def test_neighbouring_ids_differ_and_small_ids_are_left_out() -> None:
 def test_json_is_small_enough_to_paste() -> None:
     assert len(json.loads(from_lengths([[1, 1]]).to_json())["groups"]) == 1
     assert len(from_lengths([[1, 1]]).to_json()) < 500
+
+
+def test_parts_are_text_and_images() -> None:
+    case = from_parts([[[2], [(1, 2, 4), 1, (1, 2, 2)]]])
+    assert case.lengths == [2, 4]
+    assert case.sequences[1] == (IMAGE_ID, IMAGE_ID, case.sequences[1][2], IMAGE_ID)
+    assert grids(case.sequences, case.images) == [[], [(1, 2, 4), (1, 2, 2)]]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "images", "message"),
+    [
+        ([(5,), (IMAGE_ID,)], [(1, 2, 4)], r"sequence 1: 1 image tokens do not fit image 0 of \(1, 2, 4\) patches"),
+        ([(5,), (IMAGE_ID,)], [(1, 1, 4)], r"sequence 1: 1 image tokens do not fit image 0 of \(1, 1, 4\) patches"),
+        ([(5,), (IMAGE_ID, 6, IMAGE_ID)], [(1, 2, 2)], "sequence 1 holds image tokens, but all 1 images are used up"),
+        ([(5,), (6,)], [(1, 2, 2)], "1 images for 0 runs of the image token"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(
+    sequences: list[tuple[int, ...]], images: list[tuple[int, int, int]], message: str
+) -> None:
+    with pytest.raises(CaseError, match=message):
+        Case((Group(sequences[0], sequences[1]),), images=tuple(images))
+
+
+def test_a_mesh_counts_its_ranks() -> None:
+    assert (Mesh(2, 3, 2).sharing, Mesh(2, 3, 2).ranks) == (6, 12)
+    with pytest.raises(CaseError, match="must be at least 1"):
+        Mesh(ring=0)
+    with pytest.raises(CaseError, match="pads must be one of slots, counted, zeros"):
+        Stream(pads="ones")

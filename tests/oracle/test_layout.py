@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 
-from oracle.case import Case, Rows, Stream
+from oracle.case import IMAGE_ID, Case, Rows, Stream, grids
 from oracle.laws.law import picture
-from oracle.layout import packed_stream, padded_rows
-from oracle.models import VOCABULARY
-from oracle.strategies import cases
+from oracle.layout import mrope, packed_stream, padded_rows
+from oracle.models import VISUAL, VOCABULARY, tiny
+from oracle.strategies import cases, image_cases
 
 SEQUENCES = [(11, 12, 13), (21,), (31, 32)]
 
@@ -74,3 +76,48 @@ def test_pictures_are_cut_where_a_line_ends() -> None:
     assert picture([0, 0], [2]) == "|0 0|"
     assert picture([0, 1, -1, 0]) == "|0 1|.|0|"
     assert len(picture([0] * 500)) == 72
+
+
+def test_pads_at_the_tail_may_be_numbered_like_a_sequence() -> None:
+    for pads, numbers in (("slots", [-1, -1, -1]), ("counted", [0, 1, 2]), ("zeros", [0, 0, 0])):
+        stream = packed_stream(SEQUENCES, Stream(tail=9, pads=pads), 100, slot_id=7)
+        assert stream.position_ids.tolist() == [0, 1, 2, 0, 0, 1, *numbers]
+        assert stream.input_ids.tolist() == [11, 12, 13, 21, 31, 32, 7, 7, 7]
+
+
+# --- mRoPE ------------------------------------------------------------------------------------------
+
+PICTURE = (5, *[IMAGE_ID] * 6, 6)
+
+
+def test_mrope_by_hand() -> None:
+    """One token, an image of two rows of three tokens, one token: text goes on after the longer side."""
+    assert mrope(PICTURE, [(1, 4, 6)]) == [
+        (0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 2, 1), (1, 2, 2), (1, 2, 3), (4, 4, 4)
+    ]  # fmt: skip
+    assert mrope((IMAGE_ID, IMAGE_ID, 5), [(2, 2, 2)]) == [(0, 0, 0), (1, 0, 0), (1, 1, 1)]
+
+
+def test_streams_of_three_and_four_rows() -> None:
+    arguments = ([PICTURE[:1], PICTURE[1:]], Stream((1, 0), each=4), 100, 0, 0, [[], [(1, 4, 6)]])
+    three, four = (packed_stream(*arguments, rows=rows).position_ids.tolist() for rows in (3, 4))  # type: ignore[arg-type]
+    assert three == [
+        [0, 0, 0, 0, 0, 0, 3, -1, 0, -1, -1, -1],
+        [0, 0, 0, 1, 1, 1, 3, -1, 0, -1, -1, -1],
+        [0, 1, 2, 0, 1, 2, 3, -1, 0, -1, -1, -1],
+    ]
+    assert four == [[0, 1, 2, 3, 4, 5, 6, -1, 0, -1, -1, -1], *three]
+
+
+@pytest.mark.parametrize("name", VISUAL)
+@given(case=image_cases(slots=False))
+def test_mrope_is_the_models_own(name: str, case: Case) -> None:
+    """An outside source of truth: get_rope_index of the model, on padded rows."""
+    images = grids(case.sequences, case.images)
+    rows = padded_rows(case.sequences, case.rows, VOCABULARY, grids=images)
+    thw = torch.tensor([grid for own in images for grid in own])
+    kinds = (rows.input_ids == IMAGE_ID).int()
+    expected, _ = tiny(name).get_rope_index(
+        rows.input_ids, kinds, image_grid_thw=thw, attention_mask=rows.attention_mask
+    )
+    assert torch.equal(rows.position_ids * rows.attention_mask, expected * rows.attention_mask)

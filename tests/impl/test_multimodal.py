@@ -1,0 +1,43 @@
+"""Packing images: positions against the oracle's plain loops, order, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from impl.errors import PackingError
+from impl.multimodal import in_stream_order, mrope, pack
+from impl.packing import boundaries
+from oracle import layout
+from oracle.case import IMAGE_ID, Case, grids
+from oracle.strategies import image_cases
+
+
+@given(image_cases())
+def test_positions_are_the_definitions(case: Case) -> None:
+    for ids, own in zip(case.sequences, grids(case.sequences, case.images), strict=True):
+        assert [tuple(token) for token in mrope(ids, own, IMAGE_ID).T.tolist()] == layout.mrope(ids, own)
+
+
+@given(image_cases())
+def test_what_is_packed_comes_apart(case: Case) -> None:
+    images = grids(case.sequences, case.images)
+    packed = pack(case.sequences, images, IMAGE_ID, order=case.stream.arranged(len(case.sequences)))
+    assert packed.position_ids.shape == (4, sum(case.lengths))
+    assert boundaries(packed.position_ids) == boundaries(packed.position_ids[1:]) == list(packed.lengths)
+    assert in_stream_order(packed, images) == [grid for i in packed.order for grid in images[i]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "message"),
+    [
+        ((5, IMAGE_ID), [(1, 2, 4)], r"sequence 1: 1 image tokens do not fit an image of \(1, 2, 4\) patches"),
+        ((IMAGE_ID, 5, IMAGE_ID), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds another run"),
+        ((5,), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds fewer runs"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(
+    ids: tuple[int, ...], images: list[tuple[int, int, int]], message: str
+) -> None:
+    with pytest.raises(PackingError, match=message):
+        pack([(5,), ids], [[], images], IMAGE_ID)
