@@ -212,7 +212,8 @@ def _with_slots(packed: packing.Packed, layout: Any, vocabulary: int) -> tuple[T
     positions: list[Tensor] = []
 
     def add_slots(numbers: Tensor) -> None:
-        ids.append(torch.randint(vocabulary, (len(numbers),), generator=generator))
+        junk = torch.randint(vocabulary, (len(numbers),), generator=generator)
+        ids.append(junk if layout.slot is None else torch.full_like(junk, layout.slot))
         positions.append(numbers.expand(*packed.position_ids.shape[:-1], -1))
 
     lengths = list(packed.lengths)

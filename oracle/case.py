@@ -114,6 +114,7 @@ class Stream:
     tail: slots (position id -1) at the end until the whole divides by it (Ulysses).
     each: slots after every sequence until it divides by it (ring). junk: as in ``Rows``, for the slots.
     pads: how the slots at the tail are numbered: "slots" -1, "counted" 0, 1, 2, ..., "zeros" all 0.
+    slot: the id in every slot, whatever ``junk`` says.
     """
 
     order: tuple[int, ...] | None = None
@@ -121,6 +122,7 @@ class Stream:
     each: int = 1
     junk: int = 0
     pads: str = "slots"
+    slot: int | None = None
 
     def __post_init__(self) -> None:
         if self.tail < 1 or self.each < 1:

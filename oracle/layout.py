@@ -126,7 +126,7 @@ def packed_stream(
     missing = -len(ids) % layout.tail
     add_slots({"slots": [-1] * missing, "counted": range(missing), "zeros": [0] * missing}[layout.pads])
     stream, places = torch.tensor(ids), torch.tensor(positions).T
-    stream[slots] = _filler(len(ids), layout.junk, vocabulary, slot_id)[slots]
+    stream[slots] = _filler(len(ids), layout.junk, vocabulary, slot_id)[slots] if layout.slot is None else layout.slot
     return PackedStream(stream, places[0] if rows == 1 else places, starts, [len(s) for s in sequences])
 
 

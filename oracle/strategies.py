@@ -148,11 +148,9 @@ def cases(
 
 
 @cache
-def parts(images: bool = True) -> st.SearchStrategy[list[int | Grid]]:
+def parts() -> st.SearchStrategy[list[int | Grid]]:
     """One sequence: lengths of text, and images as grids of patches; two images have text between them."""
     text = st.one_of(st.just(1), st.integers(1, 6))
-    if not images:
-        return st.lists(text, min_size=1, max_size=1)
     side = st.sampled_from([2, 2, 4, 6])
     image = st.tuples(st.sampled_from([1, 1, 1, 2]), side, side)
     return st.one_of(
@@ -167,7 +165,7 @@ def parts(images: bool = True) -> st.SearchStrategy[list[int | Grid]]:
 
 
 @st.composite
-def image_cases(draw: st.DrawFn, images: bool = True, model: str = "qwen2.5-vl", slots: bool = True) -> Case:
+def image_cases(draw: st.DrawFn, images: bool = True, model: str = "qwen3", slots: bool = True) -> Case:
     """Sequences of text and images; at least one image, beside sequences of one token."""
     chosen = model if MODELS[model].visual else draw(st.sampled_from(VISUAL))
     drawn = [
@@ -175,15 +173,12 @@ def image_cases(draw: st.DrawFn, images: bool = True, model: str = "qwen2.5-vl",
     ]
     if not any(isinstance(part, tuple) for group in drawn for sequence in group for part in sequence):
         drawn[0][1] = [(1, 2, 4)]
-    count = sum(map(len, drawn))
-    layout = draw(stream_layouts(count, slots))
-    options_ = draw(options())
     return from_parts(
         drawn,
         VOCABULARY,
         rows=draw(row_layouts()),
-        stream=layout,
-        options=options_,
+        stream=draw(stream_layouts(sum(map(len, drawn)), slots)),
+        options=draw(options()),
         model=chosen,
         seed=draw(st.integers(0, 3)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle import reference
 from oracle.case import Case, Stream
+from oracle.contract import training_step
+from oracle.exact import exact
 from oracle.laws.law import Broken, law, picture
 from oracle.layout import PackedStream, packed_stream
-from oracle.models import VOCABULARY
-from oracle.outcome import same
+from oracle.models import VOCABULARY, input_embeddings, tiny
+from oracle.outcome import compare, same
 
 
 def accepts(surface: Any, *names: str) -> bool:
@@ -86,6 +90,39 @@ def what_stands_in_slots_stays_there(implementation: Any, case: Case) -> None:
         if gradient is None or not same(gradient, torch.nan_to_num(values)):
             told = None if gradient is None else gradient.flatten().tolist()
             raise Broken(f"the gradient of a stream with NaN in its slots is {told}", shown)
+
+
+@law("step", "encode", share=8, contrast=True, longest=9)
+def nan_in_slots_spoils_no_gradient(implementation: Any, case: Case) -> None:
+    """Slots whose embeddings are NaN change no bit of a training step: no embedding, loss or gradient."""
+    spoilt = VOCABULARY - 1
+    groups = tuple(
+        replace(
+            group,
+            anchor=_without(group.anchor, spoilt),
+            positive=_without(group.positive, spoilt),
+            negatives=tuple(_without(ids, spoilt) for ids in group.negatives),
+        )
+        for group in case.groups
+    )
+    each, tail = max(2, case.stream.each), max(2, case.stream.tail)
+    case = replace(case, groups=groups, stream=replace(case.stream, each=each, tail=tail, slot=spoilt))
+    model = copy.deepcopy(tiny(case.model, case.seed))
+    with exact():
+        expected = reference.step(model, case, case.rows)
+        with torch.no_grad():
+            input_embeddings(model).weight[spoilt] = torch.nan
+        found = training_step(implementation, model, case)
+    difference = compare(expected, found)
+    if difference:
+        raise Broken(
+            f"{difference} (against padded rows)",
+            [f"lengths {case.lengths}, slots to a multiple of {each} after each sequence, {tail} at the tail"],
+        )
+
+
+def _without(ids: tuple[int, ...], token: int) -> tuple[int, ...]:
+    return tuple(5 if each == token else each for each in ids)
 
 
 @law("boundaries", share=50)

@@ -47,6 +47,27 @@ class SlotsMultipliedAway(PaddingFree):
         return list((chosen @ values).split(list(lengths)))
 
 
+class SlotsThroughTheModel(PaddingFree):
+    """Each slot runs through the model as a sequence of its own, and is dropped only then: its zero gradient
+    times its NaN enters every weight's (flash-linear-attention pull request 892)."""
+
+    def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
+        order = case.stream.arranged(len(case.sequences))
+        stream: list[Sequence[int]] = []
+        kept = [0] * len(order)
+        for i in order:
+            kept[i] = len(stream)
+            stream.append(case.sequences[i])
+            stream += [(case.stream.slot or 0,)] * (-len(case.sequences[i]) % case.stream.each)
+        embeddings = encoder.encode(model, packing.pack(stream, "given"))[torch.tensor(kept)]
+        loss = self.loss(embeddings, case.labels, case.options)
+        model.zero_grad()
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return SimpleNamespace(embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients)
+
+
 class CountIgnored(PaddingFree):
     """The number of sequences is known, and not looked at."""
 
@@ -276,6 +297,7 @@ class SecondRankRaises(PaddingFree):
 SHARDED: dict[str, type[PaddingFree]] = {
     "slots.lengths_find_their_tokens_in_any_layout": UnpaddedSlices,
     "slots.what_stands_in_slots_stays_there": SlotsMultipliedAway,
+    "slots.nan_in_slots_spoils_no_gradient": SlotsThroughTheModel,
     "slots.pads_numbered_like_a_sequence_are_refused": CountIgnored,
     "multimodal.mrope_rows_give_the_lengths": TemporalRow,
     "multimodal.mrope_rows_of_no_sequence_are_refused": OriginBegins,

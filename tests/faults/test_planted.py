@@ -46,6 +46,7 @@ SMALLEST: dict[str, list[int] | None] = {
     "ranks.mean_of_ranks_is_what_it_says": None,
     "slots.lengths_find_their_tokens_in_any_layout": [1, 1],
     "slots.what_stands_in_slots_stays_there": [1, 1],
+    "slots.nan_in_slots_spoils_no_gradient": [1, 1, 1],
     "slots.pads_numbered_like_a_sequence_are_refused": [1, 2],
     "multimodal.mrope_rows_give_the_lengths": [1, 2],
     "multimodal.mrope_rows_of_no_sequence_are_refused": [1, 2],
