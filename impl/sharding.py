@@ -104,9 +104,16 @@ class Plan:
 
     def position(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Sequence, and place within it, of tokens given by stream index."""
-        ends = torch.tensor(self.lengths).cumsum(0)
-        sequence = torch.searchsorted(ends, tokens, right=True)
-        return sequence, tokens - (ends - torch.tensor(self.lengths))[sequence]
+        ends = torch.tensor((0, *self.lengths)).cumsum(0)
+        sequence = torch.searchsorted(ends, tokens, right=True) - 1
+        return sequence, tokens - ends[sequence]
+
+    @cached_property
+    def on_ring(self) -> list[tuple[Tensor, Tensor]]:
+        """Sequence and place within it of each ring rank's real tokens, its Ulysses ranks' one after another."""
+        size = self.ulysses
+        held = [torch.cat(self.tokens[ring * size : (ring + 1) * size]) for ring in range(self.ring)]
+        return [self.position(tokens) for tokens in held]
 
     def split(self, values: Tensor, dim: int = 0, fill: float = 0) -> list[Tensor]:
         """What each rank holds of per-token values [..., T, ...], slots filled: [..., P / ranks, ...] each.
@@ -136,10 +143,6 @@ class Plan:
     def collected(self, pieces: Sequence[Tensor]) -> Tensor:
         """The stream's values [T, ...] from every rank's real tokens' [counts[rank], ...]."""
         return torch.cat(list(pieces))[self._home.to(pieces[0].device)]
-
-    def ring_tokens(self, ring_rank: int) -> Tensor:
-        """Real tokens of a ring rank: its Ulysses ranks' one after another."""
-        return torch.cat(self.tokens[ring_rank * self.ulysses : (ring_rank + 1) * self.ulysses])
 
 
 # --- how tensors get from rank to rank --------------------------------------------------------------
@@ -300,68 +303,109 @@ class _AllToAll(torch.autograd.Function):
 # --- attention over shards --------------------------------------------------------------------------
 
 
+# Tokens whose scores are computed at once: whole sequences until there are so many, a longer one alone.
+PIECE = 256
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Some queries of a held rank and the keys of the same sequences in a block.
+
+    i: which of the held ranks. rows, cols: where in its queries, and in the block. scores [kv heads, queries
+    a head, rows, cols], -inf where hidden. k, v: [kv heads, 1, cols, d].
+    """
+
+    i: int
+    rows: slice
+    cols: slice
+    scores: Tensor
+    k: Tensor
+    v: Tensor
+
+
 @dataclass(frozen=True)
 class _Blocks:
-    """Attention of every held rank's queries to the blocks of keys and values that come round its ring."""
+    """The blocks of keys and values that come round each held rank's ring, and who may see what in them."""
 
     wire: Wire
     window: Window
     scale: float
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    known: dict[tuple[int, int], list[tuple[slice, slice, Tensor]]] = field(default_factory=dict)
 
     def ring_rank(self, rank: int) -> int:
         return rank // self.wire.plan.ulysses
 
-    def around(self, blocks: list[Tensor], gradients: list[Tensor] | None = None) -> Iterator[list[tuple[int, Tensor]]]:
-        """Each held rank's (ring rank it comes from, block), R times; ``gradients`` travel with the blocks
-        and are home again at the end."""
+    def meetings(
+        self, qs: list[Tensor], kvs: list[Tensor], gradients: list[Tensor] | None = None
+    ) -> Iterator[_Meeting]:
+        """One round: each held rank's queries [kv heads, queries a head, N, d] with every block [M, 2, kv heads,
+        d]. ``gradients`` travel with the blocks, and are home again at the end."""
         plan = self.wire.plan
         for step in range(plan.ring):
-            if step and not (gradients is None and step == plan.ring):
-                blocks = self._shifted(blocks, step)
-            yield [
-                ((self.ring_rank(rank) - step) % plan.ring, block)
-                for rank, block in zip(self.wire.held, blocks, strict=True)
-            ]
+            kvs = self._shifted(kvs, step) if step else kvs
+            for i, rank in enumerate(self.wire.held):
+                mine = self.ring_rank(rank)
+                for rows, cols, hidden in self.pieces(mine, (mine - step) % plan.ring, qs[i].device):
+                    k, v = _wide(kvs[i][cols]).permute(1, 2, 0, 3).unsqueeze(2)
+                    scores = torch.matmul(qs[i][..., rows, :], k.transpose(-1, -2)) * self.scale
+                    yield _Meeting(i, rows, cols, scores.masked_fill(hidden, -torch.inf), k, v)
             if gradients is not None:
                 gradients[:] = self._shifted(gradients, step + 1)
 
     def _shifted(self, blocks: list[Tensor], step: int) -> list[Tensor]:
+        """What comes from the rank before, in the given step."""
         plan = self.wire.plan
         if plan.ring == 1:
             return blocks
-        sources = [(self.ring_rank(rank) - step) % plan.ring for rank in self.wire.held]
-        shapes = [(len(plan.ring_tokens(source)), *b.shape[1:]) for source, b in zip(sources, blocks, strict=True)]
-        return self.wire.shift(blocks, shapes)
+        sizes = [len(plan.on_ring[(self.ring_rank(rank) - step) % plan.ring][0]) for rank in self.wire.held]
+        return self.wire.shift(blocks, [(n, *b.shape[1:]) for n, b in zip(sizes, blocks, strict=True)])
 
-    def hidden(self, rank: int, source: int, device: torch.device) -> Tensor:
-        """[queries, keys] booleans: what a held rank's queries may not see of a ring rank's keys."""
-        mine = self.ring_rank(rank)
-        if (mine, source) not in self.masks:
+    def pieces(self, mine: int, source: int, device: torch.device) -> list[tuple[slice, slice, Tensor]]:
+        """Queries of ring rank ``mine``, keys of ring rank ``source``, and which of these those may not see."""
+        if (mine, source) not in self.known:
             plan = self.wire.plan
-            (q_seq, q_at), (k_seq, k_at) = (plan.position(plan.ring_tokens(r)) for r in (mine, source))
-            offset = k_at[None, :] - q_at[:, None]
-            seen = q_seq[:, None] == k_seq[None, :]
+            (q_seq, q_at), (k_seq, k_at) = plan.on_ring[mine], plan.on_ring[source]
+            cuts = torch.tensor(_cuts(plan.lengths))
+            rows, cols = (torch.searchsorted(seq, cuts).tolist() for seq in (q_seq, k_seq))
             left, right = self.window
-            seen = seen & (offset >= -left) if left >= 0 else seen
-            seen = seen & (offset <= right) if right >= 0 else seen
-            self.masks[mine, source] = ~seen.to(device)
-        return self.masks[mine, source]
+            found = []
+            for q0, q1, k0, k1 in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
+                if q0 == q1 or k0 == k1:
+                    continue
+                offset = k_at[k0:k1][None, :] - q_at[q0:q1][:, None]
+                seen = q_seq[q0:q1][:, None] == k_seq[k0:k1][None, :]
+                seen = seen & (offset >= -left) if left >= 0 else seen
+                seen = seen & (offset <= right) if right >= 0 else seen
+                if seen.any():
+                    found.append((slice(q0, q1), slice(k0, k1), ~seen.to(device)))
+            self.known[mine, source] = found
+        return self.known[mine, source]
 
-    def scores(self, rank: int, source: int, q: Tensor, k: Tensor) -> Tensor:
-        """[kv heads, queries a head, N, M] for q [kv heads, queries a head, N, d], k [kv heads, 1, M, d]."""
-        scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale
-        return scores.masked_fill(self.hidden(rank, source, q.device), -torch.inf)
+
+def _cuts(lengths: Sequence[int]) -> list[int]:
+    """Where to cut the sequences into pieces of about PIECE tokens: indices from 0 to their number."""
+    ends, taken = [0], 0
+    for i, length in enumerate(lengths):
+        if taken and taken + length > PIECE:
+            ends.append(i)
+            taken = 0
+        taken += length
+    return [*ends, len(lengths)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision as float32: sums over many blocks want more bits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """[N, heads, d] -> [kv heads, heads / kv heads, N, d]."""
-    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return _wide(x).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _by_token(x: Tensor) -> Tensor:
+def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of ``_by_head``."""
-    return x.permute(2, 0, 1, 3).flatten(1, 2)
+    return x.permute(2, 0, 1, 3).flatten(1, 2).to(dtype)
 
 
 class _Ring(torch.autograd.Function):
@@ -378,59 +422,43 @@ class _Ring(torch.autograd.Function):
         heads = qkv[held].shape[1]
         qs = [_by_head(q, heads) for q in qkv[:held]]
         kvs = [torch.stack([k, v], dim=1) for k, v in zip(qkv[held : 2 * held], qkv[2 * held :], strict=True)]
-        compute = _one_round if streaming else _three_rounds
-        outs, tops, totals = compute(blocks, qs, kvs)
+        outs, tops, totals = (_one_round if streaming else _three_rounds)(blocks, qs, kvs)
         ctx.blocks, ctx.streaming, ctx.held = blocks, streaming, held
         ctx.save_for_backward(*qs, *kvs, *outs, *tops, *totals)
-        return tuple(_by_token(out) for out in outs)
+        return tuple(_by_token(out, qkv[0].dtype) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         qs, kvs, outs, tops, totals = (list(saved[i * ctx.held : (i + 1) * ctx.held]) for i in range(5))
-        blocks = ctx.blocks
-        heads = kvs[0].shape[2]
-        gs = [_by_head(g, heads) for g in gradients]
+        blocks, dtype = ctx.blocks, kvs[0].dtype
+        gs = [_by_head(g, kvs[0].shape[2]) for g in gradients]
 
-        def weights(i: int, source: int, k: Tensor) -> Tensor:
-            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
+        def weights(met: _Meeting) -> Tensor:
+            top, total = (x[met.i][..., met.rows, :] for x in (tops, totals))
             if ctx.streaming:
-                return (scores - (tops[i] + totals[i].log())).exp()
-            return (scores - tops[i]).exp() / totals[i]
+                return (met.scores - (top + total.log())).exp()
+            return (met.scores - top).exp() / total
 
         if ctx.streaming:
             means = [(g * out).sum(-1, keepdim=True) for g, out in zip(gs, outs, strict=True)]
         else:  # the same sum, from the weights, as softmax's own gradient takes it
             means = [torch.zeros_like(total) for total in totals]
-            for arrived in blocks.around(kvs):
-                for i, (source, kv) in enumerate(arrived):
-                    k, v = _keys_and_values(kv)
-                    upstream = torch.matmul(gs[i], v.transpose(-1, -2))
-                    means[i] = means[i] + (weights(i, source, k) * upstream).sum(-1, keepdim=True)
+            for met in blocks.meetings(qs, kvs):
+                upstream = torch.matmul(gs[met.i][..., met.rows, :], met.v.transpose(-1, -2))
+                means[met.i][..., met.rows, :] += (weights(met) * upstream).sum(-1, keepdim=True)
         dqs = [torch.zeros_like(q) for q in qs]
-        dkvs = [torch.zeros_like(kv) for kv in kvs]
-        for arrived in blocks.around(kvs, dkvs):
-            for i, (source, kv) in enumerate(arrived):
-                k, v = _keys_and_values(kv)
-                p = weights(i, source, k)
-                ds = p * (torch.matmul(gs[i], v.transpose(-1, -2)) - means[i]) * blocks.scale
-                dqs[i] = dqs[i] + torch.matmul(ds, k)
-                dk = torch.matmul(ds.transpose(-1, -2), qs[i]).sum(1)
-                dv = torch.matmul(p.transpose(-1, -2), gs[i]).sum(1)
-                dkvs[i] = dkvs[i] + torch.stack([dk, dv]).permute(2, 0, 1, 3)
-        return (
-            None,
-            None,
-            *(_by_token(dq) for dq in dqs),
-            *(dkv[:, 0] for dkv in dkvs),
-            *(dkv[:, 1] for dkv in dkvs),
-        )
-
-
-def _keys_and_values(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, 2, kv heads, d] -> keys, values [kv heads, 1, M, d]."""
-    k, v = kv.permute(1, 2, 0, 3).unsqueeze(2)
-    return k, v
+        dkvs = [torch.zeros_like(_wide(kv)) for kv in kvs]
+        for met in blocks.meetings(qs, kvs, dkvs):
+            q, g, mean = (x[met.i][..., met.rows, :] for x in (qs, gs, means))
+            p = weights(met)
+            ds = p * (torch.matmul(g, met.v.transpose(-1, -2)) - mean) * blocks.scale
+            dqs[met.i][..., met.rows, :] += torch.matmul(ds, met.k)
+            dk = torch.matmul(ds.transpose(-1, -2), q).sum(1)
+            dv = torch.matmul(p.transpose(-1, -2), g).sum(1)
+            dkvs[met.i][met.cols] += torch.stack([dk, dv]).permute(2, 0, 1, 3)
+        dks, dvs = ([dkv[:, part].to(dtype) for dkv in dkvs] for part in (0, 1))
+        return None, None, *(_by_token(dq, dtype) for dq in dqs), *dks, *dvs
 
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -439,22 +467,17 @@ Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
 def _three_rounds(blocks: _Blocks, qs: list[Tensor], kvs: list[Tensor]) -> Results:
     """Outputs, row maxima and sums of exponentials."""
     tops = [q.new_full((*q.shape[:-1], 1), -torch.inf) for q in qs]
-    for arrived in blocks.around(kvs):
-        for i, (source, kv) in enumerate(arrived):
-            if len(kv):
-                scores = blocks.scores(blocks.wire.held[i], source, qs[i], _keys_and_values(kv)[0])
-                tops[i] = torch.maximum(tops[i], scores.amax(-1, keepdim=True))
+    for met in blocks.meetings(qs, kvs):
+        top = tops[met.i][..., met.rows, :]
+        top.copy_(torch.maximum(top, met.scores.amax(-1, keepdim=True)))
     totals = [torch.zeros_like(top) for top in tops]
-    for arrived in blocks.around(kvs):
-        for i, (source, kv) in enumerate(arrived):
-            scores = blocks.scores(blocks.wire.held[i], source, qs[i], _keys_and_values(kv)[0])
-            totals[i] = totals[i] + (scores - tops[i]).exp().sum(-1, keepdim=True)
+    for met in blocks.meetings(qs, kvs):
+        top = tops[met.i][..., met.rows, :]
+        totals[met.i][..., met.rows, :] += (met.scores - top).exp().sum(-1, keepdim=True)
     outs = [torch.zeros_like(q) for q in qs]
-    for arrived in blocks.around(kvs):
-        for i, (source, kv) in enumerate(arrived):
-            k, v = _keys_and_values(kv)
-            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
-            outs[i] = outs[i] + torch.matmul((scores - tops[i]).exp() / totals[i], v)
+    for met in blocks.meetings(qs, kvs):
+        top, total = (x[met.i][..., met.rows, :] for x in (tops, totals))
+        outs[met.i][..., met.rows, :] += torch.matmul((met.scores - top).exp() / total, met.v)
     return outs, tops, totals
 
 
@@ -463,18 +486,14 @@ def _one_round(blocks: _Blocks, qs: list[Tensor], kvs: list[Tensor]) -> Results:
     tops = [q.new_full((*q.shape[:-1], 1), -torch.inf) for q in qs]
     totals = [torch.zeros_like(top) for top in tops]
     outs = [torch.zeros_like(q) for q in qs]
-    for arrived in blocks.around(kvs):
-        for i, (source, kv) in enumerate(arrived):
-            if not len(kv):
-                continue
-            k, v = _keys_and_values(kv)
-            scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
-            top = torch.maximum(tops[i], scores.amax(-1, keepdim=True))
-            against = top.masked_fill(top.isinf(), 0.0)  # a row that has seen nothing yet
-            p, faded = (scores - against).exp(), (tops[i] - against).exp()
-            totals[i] = totals[i] * faded + p.sum(-1, keepdim=True)
-            outs[i] = outs[i] * faded + torch.matmul(p, v)
-            tops[i] = top
+    for met in blocks.meetings(qs, kvs):
+        top, total, out = (x[met.i][..., met.rows, :] for x in (tops, totals, outs))
+        risen = torch.maximum(top, met.scores.amax(-1, keepdim=True))
+        against = risen.masked_fill(risen.isinf(), 0.0)  # a row that has seen nothing yet
+        p, faded = (met.scores - against).exp(), (top - against).exp()
+        total.copy_(total * faded + p.sum(-1, keepdim=True))
+        out.copy_(out * faded + torch.matmul(p, met.v))
+        top.copy_(risen)
     return [out / total for out, total in zip(outs, totals, strict=True)], tops, totals
 
 

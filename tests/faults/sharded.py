@@ -229,10 +229,10 @@ class LastTokenOnTheFirstRank(PaddingFree):
             wire = ranks.wire(packed.lengths)
             states = wire.own(sharding.hidden_states(model, packed, wire, False), wire.plan.counts)
             whole = states[wire.plan._home]
-            sequence, _ = wire.plan.position(wire.plan.ring_tokens(0))
+            first = torch.cat(wire.plan.tokens[: wire.plan.ulysses])
+            sequence, _ = wire.plan.position(first)
             wanted = [
-                wire.plan.ring_tokens(0)[sequence == place].max().item() if (sequence == place).any() else 0
-                for place in packed.places
+                int(first[sequence == place].max()) if (sequence == place).any() else 0 for place in packed.places
             ]
             return torch.nn.functional.normalize(whole[torch.tensor(wanted)], dim=-1)
 
@@ -244,14 +244,13 @@ class LastBlockForgotten(PaddingFree):
     """The block that comes round last is not attended to."""
 
     def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
-        right = sharding._Blocks.hidden
+        right = sharding._Blocks.pieces
 
-        def hidden(blocks: Any, rank: int, source: int, device: Any) -> Tensor:
-            last = (blocks.ring_rank(rank) + 1) % blocks.wire.plan.ring
-            seen = right(blocks, rank, source, device)
-            return torch.ones_like(seen) if source == last != blocks.ring_rank(rank) else seen
+        def pieces(blocks: Any, mine: int, source: int, device: Any) -> Any:
+            last = (mine + 1) % blocks.wire.plan.ring
+            return [] if source == last != mine else right(blocks, mine, source, device)
 
-        with _patched(sharding._Blocks, "hidden", hidden):
+        with _patched(sharding._Blocks, "pieces", pieces):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -262,14 +261,12 @@ class RunningMaximumForgotten(PaddingFree):
         def one_round(blocks: Any, qs: list[Tensor], kvs: list[Tensor]) -> Any:
             tops = [q.new_full((*q.shape[:-1], 1), -torch.inf) for q in qs]
             totals, outs = [torch.zeros_like(top) for top in tops], [torch.zeros_like(q) for q in qs]
-            for arrived in blocks.around(kvs):
-                for i, (source, kv) in enumerate(arrived):
-                    if len(kv):
-                        k, v = kv.permute(1, 2, 0, 3).unsqueeze(2)
-                        scores = blocks.scores(blocks.wire.held[i], source, qs[i], k)
-                        tops[i] = torch.maximum(tops[i], scores.amax(-1, keepdim=True))
-                        p = (scores - tops[i].masked_fill(tops[i].isinf(), 0.0)).exp()
-                        totals[i], outs[i] = totals[i] + p.sum(-1, keepdim=True), outs[i] + p @ v
+            for met in blocks.meetings(qs, kvs):
+                top, total, out = (x[met.i][..., met.rows, :] for x in (tops, totals, outs))
+                top.copy_(torch.maximum(top, met.scores.amax(-1, keepdim=True)))
+                p = (met.scores - top.masked_fill(top.isinf(), 0.0)).exp()
+                total.add_(p.sum(-1, keepdim=True))
+                out.add_(p @ met.v)
             return [out / total for out, total in zip(outs, totals, strict=True)], tops, totals
 
         with _patched(sharding, "_one_round", one_round):

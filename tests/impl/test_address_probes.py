@@ -15,6 +15,7 @@ from torch import Tensor
 
 from impl import attention, pack
 from impl.packing import Packed
+from impl.sharding import Plan, Simulated, sharded_attention
 
 MIXES = [[1, 1], [1, 2, 1], [3, 1, 1, 5], [1] * 9, [16, 1, 17, 1, 15], [1, 40, 1, 1]]
 HALF = [torch.float16, torch.bfloat16]
@@ -62,6 +63,20 @@ def check(
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
 def test_sdpa_reads_the_designated_key(lengths: list[int], dtype: torch.dtype, window: tuple[int, int]) -> None:
     assert check("sdpa", lengths, dtype, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_shards_read_the_designated_key(ulysses: int, ring: int, dtype: torch.dtype, window: tuple[int, int]) -> None:
+    for lengths in MIXES:
+        packed, q, k, v, expected = probe(lengths, dtype)
+        wire = Simulated(Plan(packed.lengths, ulysses, ring))
+        shares = [(q[held], k[held], v[held]) for held in wire.plan.tokens]
+        for streaming in (True, False):
+            found = wire.plan.collected(sharded_attention(wire, shares, window, 1.0, streaming))
+            assert found.dtype is dtype
+            assert bool((found.float() == expected[:, None, None]).all()), (lengths, streaming)
 
 
 @pytest.mark.parametrize("lengths", MIXES, ids=str)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl import pack
+from impl import pack, sharding
 from impl.errors import ShardingError
 from impl.sharding import Plan, Simulated, sharded_attention
 from tests.impl.torchrun import launch
@@ -108,6 +108,24 @@ def test_every_query_sees_its_own_sequence_within_its_window(
     for streaming in (True, False):
         found = plan.collected(sharded_attention(Simulated(plan), shares, window, 1.0, streaming))
         torch.testing.assert_close(found[:, 0, 0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_pieces_of_a_long_stream_are_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are computed a few sequences at a time: the same output, whatever the size of a piece."""
+    lengths = (5, 1, 1, 9, 3, 1, 12, 2)
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(sum(lengths), 4, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
+    found = []
+    for piece in (1, 7, 256):
+        monkeypatch.setattr(sharding, "PIECE", piece)
+        wire = Simulated(Plan(lengths, 2, 2))
+        shares = [(qkv[0][held], qkv[1][held], qkv[2][held]) for held in wire.plan.tokens]
+        found.append(wire.plan.collected(sharded_attention(wire, shares, (-1, 0), 0.3)))
+    assert sharding._cuts(lengths) == [0, 8]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-12, atol=1e-14)
+    monkeypatch.setattr(sharding, "PIECE", 7)
+    assert sharding._cuts(lengths) == [0, 3, 4, 6, 7, 8]
 
 
 # --- processes --------------------------------------------------------------------------------------

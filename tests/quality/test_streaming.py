@@ -31,14 +31,15 @@ class FirstKeyDropped(PaddingFree):
     """A sequence's first token is seen by itself alone."""
 
     def streaming_step(self, model: PreTrainedModel, case: Any, groups: Any) -> SimpleNamespace:
-        right = sharding._Blocks.hidden
+        right = sharding._Blocks.pieces
 
-        def hidden(blocks: Any, rank: int, source: int, device: Any) -> Tensor:
+        def pieces(blocks: Any, mine: int, source: int, device: Any) -> Any:
             plan = blocks.wire.plan
-            (_, query), (_, key) = (plan.position(plan.ring_tokens(r)) for r in (blocks.ring_rank(rank), source))
-            return right(blocks, rank, source, device) | ((key == 0)[None, :] & (query > 0)[:, None])
+            (_, query), (_, key) = plan.on_ring[mine], plan.on_ring[source]
+            first = (key == 0)[None, :] & (query > 0)[:, None]
+            return [(rows, cols, hid | first[rows, cols]) for rows, cols, hid in right(blocks, mine, source, device)]
 
-        with mock.patch.object(sharding._Blocks, "hidden", hidden):
+        with mock.patch.object(sharding._Blocks, "pieces", pieces):
             return super().streaming_step(model, case, groups)
 
 
