@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from impl import pack, sharding
 from impl.errors import ShardingError
 from impl.sharding import Plan, Simulated, sharded_attention
-from tests.impl.torchrun import launch
+from tests.impl.torchrun import ROOT, launch, run
 
 SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 3)]
 
@@ -234,6 +235,17 @@ def test_a_ddp_trainer_over_shards_is_one_process_in_every_bit(world: int, train
     """Decoders and an encoder, a sliding window, four poolings; on four ranks with data parallel beside."""
     lines = launch(world, TRAINER)
     assert all(f" equal {trainers} " in line and line.endswith("wrong 0") for line in lines), lines
+
+
+@pytest.mark.slow
+def test_the_readmes_trainer_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text[text.index("    # train.py\n") :]
+    block = block[: block.index("destroy_process_group()") + len("destroy_process_group()")]
+    said = [line.split() for line in run(4, textwrap.dedent(block)).splitlines()]
+    assert [step for step, _ in said] == ["0", "1", "2"]
+    losses = [float(loss) for _, loss in said]
+    assert losses[0] > losses[1] > losses[2] > 0
 
 
 def test_a_plan_reads_a_packed_batch() -> None:
