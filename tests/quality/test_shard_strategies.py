@@ -6,31 +6,16 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import find, settings
 from hypothesis.strategies import SearchStrategy
 
 from impl.sharding import Plan
 from oracle.case import IMAGE_ID, Case, grids
 from oracle.laws.sharding import RING, SIMULATED, ULYSSES
 from oracle.strategies import image_cases, mesh_cases
+from tests.drawing import drawn
 
 DRAWS = 400
-
-
-def drawn(strategy: SearchStrategy[Case]) -> list[Case]:
-    found: list[Case] = []
-
-    @seed(0)
-    @settings(
-        max_examples=DRAWS, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(strategy)
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
 
 
 def _in_stream(case: Case) -> list[tuple[int, ...]]:
@@ -117,16 +102,16 @@ def _check(features: dict[str, tuple[float, Callable[[Case], bool]]], cases: lis
 
 
 def test_features_of_images_are_drawn_often_enough() -> None:
-    _check(IMAGES, drawn(image_cases()))
+    _check(IMAGES, drawn(image_cases(), DRAWS))
 
 
 def test_features_of_simulated_meshes_are_drawn_often_enough() -> None:
-    _check(MESHES, drawn(mesh_cases(SIMULATED, model_matters=False)))
+    _check(MESHES, drawn(mesh_cases(SIMULATED, model_matters=False), DRAWS))
 
 
 @pytest.mark.parametrize("meshes", [ULYSSES, RING], ids=["ulysses", "ring"])
 def test_features_of_processes_are_drawn_often_enough(meshes: tuple[tuple[int, int, int], ...]) -> None:
-    _check(PROCESSES, drawn(mesh_cases(meshes)))
+    _check(PROCESSES, drawn(mesh_cases(meshes), DRAWS))
 
 
 @pytest.mark.parametrize(

@@ -6,34 +6,20 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from oracle.case import Case
 from oracle.strategies import cases
+from tests.drawing import drawn as draw
 
 DRAWS = 600
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
-    found: list[Case] = []
-
-    @seed(0)
-    @settings(
-        max_examples=DRAWS,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases())
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
+    return draw(cases(), DRAWS)
 
 
 def _in_stream(case: Case) -> list[int]:

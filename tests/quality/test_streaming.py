@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from oracle.models import tiny
 from oracle.outcome import Outcome
 from oracle.ranks import over_mesh
 from oracle.tolerances import STREAMING
+from tests.drawing import drawn
 from tests.faults.sharded import GradientOverShards, LastBlockForgotten, RunningMaximumForgotten
 
 LAW = next(law for law in LAWS if law.surfaces == ("streaming_step",))
@@ -65,22 +65,6 @@ def _rounded(x: Tensor) -> Tensor:
 FAULTS = [RunningMaximumForgotten, LastBlockForgotten, FirstKeyDropped, GradientOverShards, KeysTravelInFloat32]
 
 
-def drawn(count: int) -> list[Case]:
-    found: list[Case] = []
-
-    @seed(1)
-    @settings(
-        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(LAW.strategy("qwen3"))
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
-
-
 def farthest(implementation: PaddingFree, case: Case) -> float:
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
@@ -90,14 +74,14 @@ def farthest(implementation: PaddingFree, case: Case) -> float:
 
 
 def test_noise_is_far_below_the_bound() -> None:
-    noise = max(farthest(PaddingFree(), case) for case in drawn(20))
+    noise = max(farthest(PaddingFree(), case) for case in drawn(LAW.strategy("qwen3"), 20, of=1))
     assert noise <= 4 * STREAMING.noise, f"noise has grown to {noise:.3g}"
     assert noise * 100 < STREAMING.bound
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults_are_far_above_the_bound(fault: type[PaddingFree]) -> None:
-    effects = [farthest(fault(), case) for case in drawn(12)]
+    effects = [farthest(fault(), case) for case in drawn(LAW.strategy("qwen3"), 12, of=1)]
     seen = [effect for effect in effects if effect > 4 * STREAMING.noise]
     assert seen, "the fault showed nowhere"
     assert min(seen) >= STREAMING.fault, f"the smallest effect is {min(seen):.3g}"
