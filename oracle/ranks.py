@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oracle.case import Case, Group, Mesh, Options
+from oracle.case import Case, CaseError, Group, Mesh, Options
 from oracle.contract import load
 from oracle.exact import Grid, exact, plain
 from oracle.models import tiny
@@ -171,8 +172,9 @@ class Worlds:
 
     def __init__(self, rank: int):
         self._rank = rank
+        limit = timedelta(seconds=5 * CASE_SECONDS)  # ends a worker whose parent was killed
         wanted = [*((r,) for r in range(MOST)), (0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
-        self._subsets = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
+        self._subsets = {ranks: dist.new_group(list(ranks), limit) for ranks in wanted}
 
     def subset(self, ranks: Sequence[int]) -> Any:
         """The group of these ranks."""
@@ -340,6 +342,8 @@ def over_ranks(
 def over_mesh(implementation: Any, case: Case, streaming: bool = False) -> list[ShardedResult]:
     """The implementation's step with the case's groups ``spread`` over the mesh's data ranks."""
     name, mesh = specification(implementation), case.mesh
+    if mesh.ranks not in (1, 2, 4) or mesh.data > len(case.groups):
+        raise CaseError(f"{mesh} for {len(case.groups)} groups: a mesh has 1, 2 or 4 ranks, and a group for each batch")
     tasks = [
         ShardedStep(name, replace(case, groups=groups, stream=_stream(case, groups)).to_json(), streaming)
         for groups in spread(case, mesh.data)

@@ -16,6 +16,7 @@ from impl import Packed, PaddingFree, distributed, encoder, losses
 from oracle.case import Stream
 from tests.faults.founding import StrictDecrease
 from tests.faults.sharded import SHARDED, PaddedIdsCompared
+from tests.faults.stepping import finished
 
 Sequences = Sequence[Sequence[int]]
 
@@ -81,12 +82,7 @@ class _Encoder(PaddingFree):
 
     def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
         embeddings = self.encode(model, case.sequences, case.stream, case.options.pooling)
-        loss = self.loss(embeddings, case.labels, case.options)
-        model.zero_grad()
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return SimpleNamespace(embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients)
+        return finished(model, embeddings, self.loss(embeddings, case.labels, case.options))
 
 
 def _pooled(states: Tensor, packed: Packed, at: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from impl import PaddingFree, distributed, encoder, multimodal, packing, sharding
 from impl.surface import _through_slots
+from tests.faults.stepping import finished
 
 # --- slots ------------------------------------------------------------------------------------------
 
@@ -60,12 +61,7 @@ class SlotsThroughTheModel(PaddingFree):
             stream.append(case.sequences[i])
             stream += [(case.stream.slot or 0,)] * (-len(case.sequences[i]) % case.stream.each)
         embeddings = encoder.encode(model, packing.pack(stream, "given"))[torch.tensor(kept)]
-        loss = self.loss(embeddings, case.labels, case.options)
-        model.zero_grad()
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return SimpleNamespace(embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients)
+        return finished(model, embeddings, self.loss(embeddings, case.labels, case.options))
 
 
 class CountIgnored(PaddingFree):
