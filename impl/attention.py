@@ -80,6 +80,9 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: Window, 
     return out
 
 
+# Those that transformers knows: these and, where it is imported, ``sharding``'s.
+REGISTERED: set[str] = set()
+
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "varlen": varlen, "flash_attn": flash_attn}
 
 
@@ -92,7 +95,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
 
 def check_backend(name: str) -> str:
     """The name, if there is such a back end and it can be imported."""
-    if name not in BACKENDS:
+    if name not in REGISTERED:
         raise BackendError(f"no attention back end {name!r}; there are {', '.join(BACKENDS)}")
     if name == "flash_attn" and not importlib.util.find_spec("flash_attn"):
         raise BackendError("the back end flash_attn needs the package flash-attn: pip install padding-free-oracle[gpu]")
@@ -138,6 +141,7 @@ def _interface(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]
 
 def register(name: str, backend: Backend) -> None:
     """Offers a back end to transformers, which builds no mask for it: no mask function has its name."""
+    REGISTERED.add(name)
     AttentionInterface.register(PREFIX + name, _interface(name, backend))
 
 
@@ -174,7 +178,7 @@ def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
             "gradient checkpointing computes layers again after this call: impl.attention.install(model) first"
         )
     before, cached = config._attn_implementation, getattr(config, "use_cache", None)
-    text.set_attn_implementation(PREFIX + (backend if backend == "sharded" else check_backend(backend)))
+    text.set_attn_implementation(PREFIX + check_backend(backend))
     if cached is not None:
         config.use_cache = False
     try:

@@ -542,6 +542,8 @@ class _Shard:
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, shard: Any, window: Window, scale: float) -> Tensor:
     """The back end ``sharded``: q [rows, h, d]; rows beyond the real tokens (one slot, or none) give zeros."""
+    if not isinstance(shard, _Shard):
+        raise BackendError("the back end sharded needs to know its ranks: call impl.sharding.encode()")
     real = q[: shard.count], k[: shard.count], v[: shard.count]
     (out,) = sharded_attention(shard.wire, [real], window, scale, shard.streaming)
     return torch.cat([out, torch.zeros_like(q[shard.count :])])
@@ -577,6 +579,8 @@ def encode(
     """L2-normalised embeddings [n, d] of the whole packed batch on every rank that shares it, in the caller's order.
 
     Each rank carries the gradient of the tokens it holds: hand the loss to ``for_averaging``, or use ``loss``.
+
+    With gradient checkpointing call ``impl.attention.install(model, "sharded")`` once.
 
     Args:
         packed: the same on all ranks of the sequence group.
