@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from impl.errors import LabelError
 from impl.losses import InfoNCE
@@ -46,6 +47,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, counts, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0][ctx.own], None, None
 
@@ -60,6 +62,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
@@ -73,6 +76,7 @@ class _ForAveraging(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.ranks, None
 

@@ -40,7 +40,7 @@ def mrope(ids: Sequence[int], grids: Sequence[Grid], image_token: int, merge: in
         if grid is None:
             raise PackingError(f"{len(grids)} images, but the sequence holds another run of the image token")
         frames, height, width = int(grid[0]), int(grid[1]) // merge, int(grid[2]) // merge
-        if frames * height * width != length:
+        if frames * height * width != length or grid[1] % merge or grid[2] % merge:
             raise PackingError(f"{length} image tokens do not fit an image of {tuple(grid)} patches, merged by {merge}")
         axes = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
         pieces.append(torch.stack(axes).flatten(1) + now)
@@ -63,6 +63,8 @@ def pack(
     Args:
         grids: each sequence's images.
     """
+    if len(grids) != len(sequences):
+        raise PackingError(f"images of {len(grids)} sequences for {len(sequences)}")
     packed = pack_text(sequences, order, 0, vocabulary)
     axes = []
     for i in packed.order:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -144,8 +144,7 @@ def from_stream(
     if input_ids.dim() != 1 or position_ids.shape[-1:] != input_ids.shape:
         shapes = f"{tuple(input_ids.shape)} and {tuple(position_ids.shape)}"
         raise BoundaryError(f"input_ids [T] and position_ids [T] or [rows, T] must be of one length, found {shapes}")
-    if lengths is None:
-        lengths = boundaries(position_ids, first_position=first_position, count=count)
+    lengths = boundaries(position_ids, lengths=lengths, first_position=first_position, count=count)
     real = real_tokens(position_ids, lengths, first_position)
     ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(input_ids.device)
     order = tuple(range(len(lengths)))
@@ -165,8 +164,12 @@ def real_tokens(position_ids: Tensor, lengths: Sequence[int], first_position: in
     Raises:
         BoundaryError: the positions contradict the lengths; names the sequence and the slot.
     """
+    if len(lengths) == 0:
+        raise BoundaryError("lengths is empty: there is no sequence")
     rows = _rows(position_ids)
-    places = [at for at, row in enumerate(rows) if row != (SLOT,) * len(row)]
+    if rows and _is_slot(rows[0]):
+        raise BoundaryError("slot 0 is -1 before any sequence: slots may only follow one")
+    places = [at for at, row in enumerate(rows) if not _is_slot(row)]
     total = 0
     for i, length in enumerate(lengths):
         if length < 1:
@@ -201,8 +204,7 @@ def unpack(
     """
     if len(values) != position_ids.shape[-1]:
         raise BoundaryError(f"{len(values)} values for a stream of {position_ids.shape[-1]} slots and tokens")
-    if lengths is None:
-        lengths = boundaries(position_ids, first_position=first_position)
+    lengths = boundaries(position_ids, lengths=lengths, first_position=first_position)
     real = real_tokens(position_ids, lengths, first_position)
     return list(values.index_select(0, real).split(list(lengths)))
 
@@ -224,7 +226,9 @@ def boundaries(
     one row: ``first_position``, +1, +1, ...              recovered: a sequence begins at every
                                                           ``first_position`` (0, 0 is two of one token)
     slots of -1 at the tail, after each sequence, both    recovered
-    three rows of mRoPE                                   recovered: a sequence begins where all are 0
+    three rows of mRoPE                                   recovered: a sequence begins where all are 0. (One
+                                                          that begins with a video whose second frame is
+                                                          at time 0 too needs ``count`` or ``lengths``.)
     four rows, the text's positions first                 recovered from the first row
     slots of -1 before or inside a sequence               refused
     a sequence that begins elsewhere, skips or repeats    refused
@@ -246,12 +250,16 @@ def boundaries(
         raise BoundaryError("give either position_ids or cu_seqlens")
     if cu_seqlens is not None:
         found = _from_cu_seqlens(_integers(cu_seqlens, "cu_seqlens"), total)
+        if lengths is not None and list(lengths) != found:
+            raise BoundaryError(f"cu_seqlens gives lengths {found}, told were {list(lengths)}")
     elif lengths is not None:
         real_tokens(torch.as_tensor(position_ids), lengths, first_position)
         found = list(lengths)
     else:
         assert position_ids is not None
         found = _lengths(_rows(position_ids), first_position)
+    if cu_seqlens is None and total is not None and torch.as_tensor(position_ids).shape[-1] != total:
+        raise BoundaryError(f"{torch.as_tensor(position_ids).shape[-1]} position ids, told were {total}")
     if count is not None and len(found) != count:
         raise BoundaryError(
             f"{len(found)} sequences found where {count} were packed: "
@@ -263,7 +271,7 @@ def boundaries(
 def _rows(position_ids: Tensor | Sequence[int]) -> list[tuple[int, ...]]:
     """Position ids token by token: one, three or four numbers each."""
     if not isinstance(position_ids, Tensor):
-        return [(int(position),) for position in position_ids]
+        return [(position,) for position in _integers(position_ids, "position_ids")]
     if position_ids.dim() == 2 and position_ids.shape[0] in (3, 4) and not position_ids.is_floating_point():
         return [tuple(column) for column in position_ids.T.tolist()]
     return [(position,) for position in _integers(position_ids, "position_ids")]
@@ -274,6 +282,9 @@ def _integers(values: Tensor | Sequence[int], name: str) -> list[int]:
         if values.dim() != 1 or values.is_floating_point():
             raise BoundaryError(f"{name} must be a vector of integers, found {values.dtype} {tuple(values.shape)}")
         return [int(v) for v in values.tolist()]
+    wrong = next((v for v in values if not isinstance(v, int)), None)
+    if wrong is not None:
+        raise BoundaryError(f"{name} must be a vector of integers, found {wrong!r} in it")
     return list(values)
 
 
@@ -293,6 +304,10 @@ def _from_cu_seqlens(ends: list[int], total: int | None) -> list[int]:
     return lengths
 
 
+def _is_slot(row: tuple[int, ...]) -> bool:
+    return row == (SLOT,) * len(row)
+
+
 def _lengths(rows: list[tuple[int, ...]], first: int, offset: int = 0) -> list[int]:
     """Lengths of the sequences in ``rows``, whose first one stands at slot ``offset``."""
     if not rows:
@@ -301,10 +316,13 @@ def _lengths(rows: list[tuple[int, ...]], first: int, offset: int = 0) -> list[i
         return _from_text([row[0] for row in rows], first, offset)
     if len(rows[0]) == 3:
         return _from_mrope(rows, offset)
+    for at, row in enumerate(rows, offset):
+        if (row[0] == SLOT) != _is_slot(row[1:]):
+            raise BoundaryError(f"slot {at} holds position {row}: -1 in some rows and not in others")
     found = _from_text([row[0] for row in rows], first, offset)
     axes = _from_mrope([row[1:] for row in rows], offset)
     if found != axes:
-        wrong = next((i for i, (a, b) in enumerate(zip(found, axes, strict=False)) if a != b), 0)
+        wrong = next((i for i, (a, b) in enumerate(zip_longest(found, axes)) if a != b), 0)
         raise BoundaryError(f"the text's row and the three axes disagree from sequence {wrong} on")
     return found
 
@@ -339,7 +357,7 @@ def _from_mrope(rows: list[tuple[int, ...]], offset: int) -> list[int]:
     at = 0
     while at < len(rows):
         row = rows[at]
-        if row == (SLOT, SLOT, SLOT):
+        if _is_slot(row):
             if not lengths:
                 raise BoundaryError(f"slot {at + offset} is -1 before any sequence: slots may only follow one")
             expected, at = (), at + 1
@@ -360,7 +378,8 @@ def _grid(rows: list[tuple[int, ...]], at: int) -> tuple[int, tuple[int, ...]]:
     """The largest grid (frames, height, width in raster order) that begins at ``at``: its size, and where
     text may go on after it. A single text token is a grid of one.
 
-    Qwen2-VL goes on after the greatest position, transformers 5 after the longer side.
+    A video's frames may be any time apart, two at the same time too. Qwen2-VL goes on after the greatest
+    position, transformers 5 after the longer side.
     """
     t, h, w = rows[at]
     width = 1
@@ -371,10 +390,12 @@ def _grid(rows: list[tuple[int, ...]], at: int) -> tuple[int, tuple[int, ...]]:
         height += 1
     area, last = height * width, t
     frame = [row[1:] for row in rows[at : at + area]]
+    least = 0 if area > 1 and t > 0 else 1  # at 0 a frame at the same time would look like a sequence
     size = area
     while at + size + area <= len(rows):
-        times = {row[0] for row in rows[at + size : at + size + area]}
-        if len(times) != 1 or min(times) <= last or [row[1:] for row in rows[at + size : at + size + area]] != frame:
+        following = rows[at + size : at + size + area]
+        times = {row[0] for row in following}
+        if len(times) > 1 or min(times) < last + least or [row[1:] for row in following] != frame:
             break
         last, size = min(times), size + area
     longest = max(height, width)

@@ -10,6 +10,7 @@ real tokens alone, so nothing in a slot can reach anything.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -30,6 +32,10 @@ from impl.losses import InfoNCE
 from impl.packing import SLOT, Packed
 
 Group = dist.ProcessGroup | None
+
+
+# Rows of queries, rows of keys, and [rows, cols] booleans: which keys are hidden.
+Piece = tuple[slice, slice, Tensor]
 
 
 # --- where every token is ---------------------------------------------------------------------------
@@ -45,6 +51,7 @@ class Plan:
     lengths: tuple[int, ...]
     ulysses: int = 1
     ring: int = 1
+    _pieces: dict[Any, list[Piece]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if min(self.ulysses, self.ring) < 1:
@@ -115,6 +122,27 @@ class Plan:
         held = [torch.cat(self.tokens[ring * size : (ring + 1) * size]) for ring in range(self.ring)]
         return [self.position(tokens) for tokens in held]
 
+    def pieces(self, mine: int, source: int, window: Window, device: torch.device) -> list[Piece]:
+        """Queries of ring rank ``mine``, keys of ring rank ``source``, and which of these those may not see: the
+        same for all layers of a model."""
+        if (mine, source, window, device) not in self._pieces:
+            (q_seq, q_at), (k_seq, k_at) = self.on_ring[mine], self.on_ring[source]
+            cuts = torch.tensor(_cuts(self.lengths))
+            rows, cols = (torch.searchsorted(seq, cuts).tolist() for seq in (q_seq, k_seq))
+            left, right = window
+            found = []
+            for q0, q1, k0, k1 in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
+                if q0 == q1 or k0 == k1:
+                    continue
+                offset = k_at[k0:k1][None, :] - q_at[q0:q1][:, None]
+                seen = q_seq[q0:q1][:, None] == k_seq[k0:k1][None, :]
+                seen = seen & (offset >= -left) if left >= 0 else seen
+                seen = seen & (offset <= right) if right >= 0 else seen
+                if seen.any():
+                    found.append((slice(q0, q1), slice(k0, k1), ~seen.to(device)))
+            self._pieces[mine, source, window, device] = found
+        return self._pieces[mine, source, window, device]
+
     def split(self, values: Tensor, dim: int = 0, fill: float = 0) -> list[Tensor]:
         """What each rank holds of per-token values [..., T, ...], slots filled: [..., P / ranks, ...] each.
 
@@ -143,6 +171,21 @@ class Plan:
     def collected(self, pieces: Sequence[Tensor]) -> Tensor:
         """The stream's values [T, ...] from every rank's real tokens' [counts[rank], ...]."""
         return torch.cat(list(pieces))[self._home.to(pieces[0].device)]
+
+
+# Tokens whose scores are computed at once: whole sequences until there are so many, a longer one alone.
+PIECE = 256
+
+
+def _cuts(lengths: Sequence[int]) -> list[int]:
+    """Where to cut the sequences into pieces of about PIECE tokens: indices from 0 to their number."""
+    ends, taken = [0], 0
+    for i, length in enumerate(lengths):
+        if taken and taken + length > PIECE:
+            ends.append(i)
+            taken = 0
+        taken += length
+    return [*ends, len(lengths)]
 
 
 # --- how tensors get from rank to rank --------------------------------------------------------------
@@ -228,8 +271,8 @@ class Ranks:
         Raises ShardingError where the sizes do not divide the number of ranks.
         """
         world = dist.get_world_size()
-        if world % (ulysses * ring):
-            raise ShardingError(f"Ulysses {ulysses} x ring {ring} does not divide {world} ranks")
+        if min(ulysses, ring) < 1 or world % (ulysses * ring):
+            raise ShardingError(f"{world} ranks are no multiple of Ulysses {ulysses} x ring {ring}")
         names = ("data", "ring", "ulysses")
         mesh = init_device_mesh(device, (world // (ulysses * ring), ring, ulysses), mesh_dim_names=names)
         sequence = mesh["ring", "ulysses"]._flatten("sequence").get_group()
@@ -294,6 +337,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         back = gradients[0].new_empty(sum(ctx.sent))
         dist.all_to_all_single(back, gradients[0].contiguous(), ctx.sent, ctx.got, group=ctx.group)
@@ -301,10 +345,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 # --- attention over shards --------------------------------------------------------------------------
-
-
-# Tokens whose scores are computed at once: whole sequences until there are so many, a longer one alone.
-PIECE = 256
 
 
 @dataclass(frozen=True)
@@ -330,7 +370,6 @@ class _Blocks:
     wire: Wire
     window: Window
     scale: float
-    known: dict[tuple[int, int], list[tuple[slice, slice, Tensor]]] = field(default_factory=dict)
 
     def ring_rank(self, rank: int) -> int:
         return rank // self.wire.plan.ulysses
@@ -345,7 +384,7 @@ class _Blocks:
             kvs = self._shifted(kvs, step) if step else kvs
             for i, rank in enumerate(self.wire.held):
                 mine = self.ring_rank(rank)
-                for rows, cols, hidden in self.pieces(mine, (mine - step) % plan.ring, qs[i].device):
+                for rows, cols, hidden in plan.pieces(mine, (mine - step) % plan.ring, self.window, qs[i].device):
                     k, v = _wide(kvs[i][cols]).permute(1, 2, 0, 3).unsqueeze(2)
                     scores = torch.matmul(qs[i][..., rows, :], k.transpose(-1, -2)) * self.scale
                     yield _Meeting(i, rows, cols, scores.masked_fill(hidden, -torch.inf), k, v)
@@ -359,38 +398,6 @@ class _Blocks:
             return blocks
         sizes = [len(plan.on_ring[(self.ring_rank(rank) - step) % plan.ring][0]) for rank in self.wire.held]
         return self.wire.shift(blocks, [(n, *b.shape[1:]) for n, b in zip(sizes, blocks, strict=True)])
-
-    def pieces(self, mine: int, source: int, device: torch.device) -> list[tuple[slice, slice, Tensor]]:
-        """Queries of ring rank ``mine``, keys of ring rank ``source``, and which of these those may not see."""
-        if (mine, source) not in self.known:
-            plan = self.wire.plan
-            (q_seq, q_at), (k_seq, k_at) = plan.on_ring[mine], plan.on_ring[source]
-            cuts = torch.tensor(_cuts(plan.lengths))
-            rows, cols = (torch.searchsorted(seq, cuts).tolist() for seq in (q_seq, k_seq))
-            left, right = self.window
-            found = []
-            for q0, q1, k0, k1 in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
-                if q0 == q1 or k0 == k1:
-                    continue
-                offset = k_at[k0:k1][None, :] - q_at[q0:q1][:, None]
-                seen = q_seq[q0:q1][:, None] == k_seq[k0:k1][None, :]
-                seen = seen & (offset >= -left) if left >= 0 else seen
-                seen = seen & (offset <= right) if right >= 0 else seen
-                if seen.any():
-                    found.append((slice(q0, q1), slice(k0, k1), ~seen.to(device)))
-            self.known[mine, source] = found
-        return self.known[mine, source]
-
-
-def _cuts(lengths: Sequence[int]) -> list[int]:
-    """Where to cut the sequences into pieces of about PIECE tokens: indices from 0 to their number."""
-    ends, taken = [0], 0
-    for i, length in enumerate(lengths):
-        if taken and taken + length > PIECE:
-            ends.append(i)
-            taken = 0
-        taken += length
-    return [*ends, len(lengths)]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -428,6 +435,7 @@ class _Ring(torch.autograd.Function):
         return tuple(_by_token(out, qkv[0].dtype) for out in outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         qs, kvs, outs, tops, totals = (list(saved[i * ctx.held : (i + 1) * ctx.held]) for i in range(5))
@@ -556,7 +564,11 @@ def hidden_states(model: PreTrainedModel, packed: Packed, wire: Processes, strea
     """The last hidden states [n, d] of this rank's real tokens, ``wire.plan.tokens[rank]`` of the stream.
 
     Every rank of the sequence group must call it, and run backward, at the same time with the same ``packed``.
+
+    Raises:
+        ShardingError: ranks that share the batch were given different ones; a batch with images.
     """
+    _check(model, packed, wire)
     mine = wire.plan.tokens[wire.rank]
     rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)  # a model wants a row; nothing sees it
     packed, rows = packed.to(model.device), rows.to(model.device)
@@ -571,6 +583,20 @@ def hidden_states(model: PreTrainedModel, packed: Packed, wire: Processes, strea
         raise BackendError(f"{type(model).__name__} never called the attention back end sharded: shards cannot meet")
     states: Tensor = output.last_hidden_state[0]
     return states[: len(mine)]
+
+
+def _check(model: PreTrainedModel, packed: Packed, wire: Processes) -> None:
+    image = getattr(model.config, "image_token_id", None)
+    if image is not None and bool((packed.input_ids == image).any()):
+        raise ShardingError("the batch holds images, which are not shared out over ranks: texts alone are")
+    ids = hashlib.blake2b(packed.input_ids.cpu().numpy().tobytes(), digest_size=8)
+    ids.update(packed.position_ids.cpu().contiguous().numpy().tobytes() + str(packed.lengths).encode())
+    mine = torch.tensor([int.from_bytes(ids.digest(), signed=True)], device=model.device)
+    theirs = [torch.empty_like(mine) for _ in range(wire.plan.ranks)]
+    dist.all_gather(theirs, mine, group=wire.ranks.sequence)
+    other = [rank for rank, each in enumerate(theirs) if int(each) != int(theirs[0])]
+    if other:
+        raise ShardingError(f"ranks {other} of those that share a batch were given another one than rank 0")
 
 
 def encode(

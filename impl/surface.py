@@ -28,9 +28,16 @@ class PaddingFree:
     def __init__(self, backend: str | None = None):
         self.backend = backend
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+    def boundaries(
+        self,
+        position_ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        count: int | None = None,
+    ) -> list[int]:
         """See ``impl.packing.boundaries``."""
-        return packing.boundaries(position_ids, **given)
+        return packing.boundaries(position_ids, cu_seqlens=cu_seqlens, lengths=lengths, count=count)
 
     def pack(self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any) -> packing.Packed:
         """Builds the stream that ``layout`` asks for, slots and all, and takes the slots out again."""

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from oracle import founding, golden, report, suite
 from oracle.case import Case, CaseError
-from oracle.contract import ImplementationError, load
+from oracle.contract import HarnessError, ImplementationError, load
 from oracle.exact import ExactError
 from oracle.laws import LAWS, Broken, VacuousError
 from oracle.models import MODELS, UnknownModelError, kind
@@ -102,7 +102,7 @@ def replay(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"BROKEN {title} by {name}: {broken}", highlight=False, markup=False, soft_wrap=True)
         return BROKEN
     except NotImplementedError:
-        console.print(f"{title}: {name} does not offer {' or '.join(law.surfaces)}", highlight=False)
+        console.print(f"{title}: {name} declined this case (NotImplementedError)", highlight=False)
         return COULD_NOT_RUN
     console.print(f"HOLDS {title} by {name}, lengths {case.lengths}", highlight=False, soft_wrap=True)
     return HOLDS
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments, console)
     except (ImplementationError, UnknownModelError, CaseError, golden.GoldenError) as error:
         Console(stderr=True).print(f"could not run: {error}", highlight=False, markup=False, soft_wrap=True)
-    except (suite.HarnessError, ExactError, VacuousError) as error:
+    except (HarnessError, ExactError, VacuousError) as error:
         Console(stderr=True).print(
             f"could not judge: {type(error).__name__}: {error}", highlight=False, markup=False, soft_wrap=True
         )

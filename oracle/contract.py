@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -66,7 +68,12 @@ class Implementation(Protocol):
     def encode(
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Stream, pooling: str = "last"
     ) -> Tensor:
-        """L2-normalised embeddings [n, d], in the sequences' order, whatever the layout's; differentiable."""
+        """L2-normalised embeddings [n, d], in the sequences' order, whatever the layout's; differentiable.
+
+        Lay the stream out as your trainer does: ``layout.order`` is the stream's, ``tail`` and ``each`` say where
+        slots go, ``slot`` and ``junk`` which ids they hold (``oracle.layout.packed_stream`` is one way). An encode
+        that leaves slots out passes the laws about them for that reason alone.
+        """
         ...
 
     def encode_multimodal(
@@ -112,15 +119,16 @@ class Implementation(Protocol):
     def split(
         self, field: Tensor, lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0, fill: float = 0
     ) -> list[Tensor]:
-        """What each of ``ulysses`` x ``ring`` ranks holds of a packed stream's field [..., T, ...]: equal sizes,
-        slots filled; the ranks' ring rank first. In one process; differentiable.
+        """What each of ``ulysses`` x ``ring`` ranks holds of a packed stream's field [..., T, ...], in one process;
+        differentiable.
 
-        lengths: of the sequences in stream order.
+        Entry ring rank * ulysses + Ulysses rank is that rank's. Where a token goes is your choice; all entries
+        have one size, and slots hold ``fill``. lengths: of the sequences in stream order.
         """
         ...
 
     def gather(self, shards: Sequence[Tensor], lengths: Sequence[int], ulysses: int, ring: int, dim: int = 0) -> Tensor:
-        """The inverse of ``split``, without slots: [..., T, ...]; differentiable."""
+        """The inverse of ``split``: [..., T, ...]; differentiable. In slots the shards may hold anything, NaN too."""
         ...
 
     def sharded_attention(
@@ -132,15 +140,38 @@ class Implementation(Protocol):
     def sharded_step(self, model: PreTrainedModel, case: Case, groups: Any) -> Any:
         """One rank's part of a training step, in a process of its own.
 
-        case: the groups of this data rank, which ``case.mesh.sharing`` ranks share. groups: see
-        ``oracle.ranks.Groups``. Returns embeddings (all of the case's), the loss over all data ranks, and
-        gradients such that their mean over ALL ranks is the whole batch's.
+        case: the groups of this data rank, which ``case.mesh.sharing`` ranks share, with the case's model, options
+        and mesh. groups: see ``oracle.ranks.Groups``; rows join in data-rank order. Returns an object with
+        embeddings (all of the case's), loss (the whole batch's, the mean over all groups, without any factor) and
+        gradients by parameter name, such that their mean over ALL ranks, which the suite takes, is the whole
+        batch's. Multiply the loss by the number of ranks before backward, not gradients anywhere after: exact
+        arithmetic is at a rank's loss scale of 2^4 over the ranks. A step that puts factors elsewhere is right in
+        float64 and rounds at other places; offer it as ``streaming_step``.
+
+        Up to four ranks, in processes that live on: leave the model as it was. Those that share a batch must
+        decline it alike, with NotImplementedError.
         """
         ...
 
     def streaming_step(self, model: PreTrainedModel, case: Case, groups: Any) -> Any:
-        """The same with a running log-sum-exp, which no exact arithmetic can follow: judged in plain float64."""
+        """The same with a running log-sum-exp, or with factors elsewhere, which exact arithmetic cannot follow:
+        judged in plain float64, by ``oracle.tolerances.STREAMING``."""
         ...
+
+
+class HarnessError(RuntimeError):
+    """The suite itself is not sound here, or cannot run, so it must not judge anybody."""
+
+
+def of_a_library(filename: str) -> bool:
+    """Whether code in this file is neither the implementation's nor ours."""
+    return "site-packages" in filename or filename.startswith("<")
+
+
+def declines(error: BaseException) -> bool:
+    """Whether an error says that this is not offered: NotImplementedError, and not torch's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, NotImplementedError) and not (frames and of_a_library(frames[-1].filename))
 
 
 class ImplementationError(Exception):
@@ -165,6 +196,9 @@ def load(name: str) -> Any:
         raise ImplementationError(f"{module_name} has no {attribute}: {error}") from error
     except Exception as error:
         raise ImplementationError(f"{name} could not be loaded: {type(error).__name__}: {error}") from error
+    if not hasattr(instance, "specification"):
+        with suppress(AttributeError):  # how other processes find it; an object with slots may not take it
+            instance.specification = name
     if not any(offers(instance, surface) for surface in SURFACES):
         raise ImplementationError(f"{name} is not an implementation: it has none of {', '.join(SURFACES)}")
     return instance

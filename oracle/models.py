@@ -230,6 +230,13 @@ def _nearest_power_of_two(frequencies: Tensor) -> Tensor:
     return exact if torch.allclose(exact, frequencies.double(), rtol=1e-5, atol=0) else frequencies
 
 
+def key_value_heads(name: str) -> int:
+    """How many the model ``name`` has in each layer."""
+    config = tiny(name).config.get_text_config()
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
 def input_embeddings(model: PreTrainedModel) -> nn.Embedding:
     """The module that turns token ids into vectors."""
     module = model.get_input_embeddings()

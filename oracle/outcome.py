@@ -132,8 +132,8 @@ def _differs(expected: Tensor, found: Tensor) -> str:
         return f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     apart = expected.double() != found.double()
     at = tuple(apart.nonzero()[0].tolist())
-    size = gap(expected, found)
+    size = "NaN" if bool(found.isnan().any()) else f"{gap(expected, found):.3g}"
     return (
-        f"greatest difference {size:.3g}, first at {list(at)}: expected {expected[at].item():.17g}, "
+        f"greatest difference {size}, first at {list(at)}: expected {expected[at].item():.17g}, "
         f"found {found[at].item():.17g}"
     )

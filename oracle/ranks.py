@@ -1,12 +1,13 @@
 """Real processes for laws over ranks: a pool of gloo workers on this machine, kept alive between cases.
 
-``python -m oracle.ranks ADDRESS STORE`` is the pool: it imports once, forks a worker for each rank, and
+``python -m oracle.ranks ADDRESS FOLDER`` imports once, and forks a worker for each rank whenever it is asked to;
 the workers take their tasks from the address.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import signal
@@ -31,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oracle.case import Case, CaseError, Group, Mesh, Options
-from oracle.contract import load
-from oracle.exact import Grid, exact, plain
+from oracle.contract import HarnessError, declines, load
+from oracle.exact import ExactError, Grid, exact, plain
 from oracle.models import tiny
 
 WORLDS = (2, 3, 4)
@@ -53,7 +54,11 @@ class RankHangError(RankError):
 
 
 class RankDeclinedError(RankError):
-    """Every rank raised NotImplementedError."""
+    """The ranks of a batch raised NotImplementedError."""
+
+
+class _DiedError(RankError):
+    """In place of an answer."""
 
 
 @dataclass(frozen=True)
@@ -117,33 +122,31 @@ class RankResult:
 class ShardedStep:
     """One rank's training step: its batch's groups, of which ``case.mesh.sharing`` ranks each hold a part.
 
-    streaming: in ``plain`` float64 by ``streaming_step``; else exactly by ``sharded_step``.
+    surface: ``sharded_step`` or ``streaming_step``. exactly: in exact arithmetic, else in ``plain`` float64.
     """
 
     implementation: str
     case: str
-    streaming: bool
+    surface: str
+    exactly: bool
 
     def compute(self, worlds: Worlds) -> ShardedResult:
-        """The gradients are averaged over all ranks, as a data-parallel trainer does."""
+        """Embeddings, loss, and the rank's own gradients."""
         case = Case.from_json(self.case)
-        model, groups = tiny(case.model, case.seed), worlds.groups(case.mesh)
-        implementation = load(self.implementation)
-        step = implementation.streaming_step if self.streaming else implementation.sharded_step
-        with plain() if self.streaming else exact(loss_scale=loss_scale(case.mesh.ranks)):
-            made = step(model, case, groups)
-        averaged = {}
-        for name, parameter in model.named_parameters():
-            gradient = made.gradients.get(name)
-            total = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
-            dist.all_reduce(total, group=groups.world)
-            averaged[name] = total.detach() / case.mesh.ranks
-        return ShardedResult(made.embeddings.detach(), made.loss.detach(), averaged)
+        model = tiny(case.model, case.seed)
+        step = getattr(load(self.implementation), self.surface)
+        with exact(loss_scale=loss_scale(case.mesh.ranks)) if self.exactly else plain():
+            made = step(model, case, worlds.groups(case.mesh))
+        gradients = {name: gradient.detach() for name, gradient in made.gradients.items()}
+        return ShardedResult(made.embeddings.detach(), made.loss.detach(), gradients)
 
 
 @dataclass(frozen=True)
 class ShardedResult:
-    """What one rank has after a step: its batch's embeddings, the loss, the averaged gradients."""
+    """What one rank has after a step: its batch's embeddings, the loss, and gradients.
+
+    From a rank its own gradients; from ``over_mesh`` their mean over all ranks.
+    """
 
     embeddings: Tensor
     loss: Tensor
@@ -208,11 +211,11 @@ def _worker(rank: int, address: str, store: str) -> None:
                 return
             try:
                 parent.send(_as_numpy(task.compute(worlds)))
-            except NotImplementedError:
-                parent.send(RankDeclinedError())
+            except ExactError as error:
+                parent.send(error)
             except Exception as error:
                 told = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
-                parent.send(RankError(told))
+                parent.send(RankDeclinedError(told) if declines(error) else RankError(told))
 
 
 def _as_numpy(value: Any) -> Any:
@@ -232,79 +235,140 @@ def _as_tensors(value: Any) -> Any:
     return replace(value, **{name: _as_tensors(each) for name, each in vars(value).items()})
 
 
-def _serve(address: str, store: str) -> None:
-    """Forks the workers, and waits for them."""
-    for rank in range(MOST):
-        if os.fork() == 0:
-            _worker(rank, address, store)
-            os._exit(0)
-    for _ in range(MOST):
-        os.wait()
+def _serve(address: str, folder: str) -> None:
+    """Forks workers whenever asked to, and ends them with the process that asked, however that ends."""
+    workers: list[int] = []
+    with Client(address) as parent:
+        for generation in itertools.count():
+            try:
+                parent.recv()
+            except EOFError:
+                _end(workers)
+                return
+            _end(workers)
+            for rank in range(MOST):
+                child = os.fork()
+                if child == 0:
+                    parent.close()
+                    _worker(rank, address, str(Path(folder) / f"store-{generation}"))
+                    os._exit(0)
+                workers.append(child)
+
+
+def _end(workers: list[int]) -> None:
+    while workers:
+        os.kill(workers[-1], signal.SIGKILL)
+        os.waitpid(workers.pop(), 0)
 
 
 # --- the pool ---------------------------------------------------------------------------------------
 
 
 class Pool:
-    """Four workers; a case uses the first two, three or four of them."""
+    """Four workers; a case uses the first two, three or four of them.
+
+    They are forked anew after every error, so that nothing of one case is left in the next.
+
+    Raises HarnessError if processes cannot be had here.
+    """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        address, store = (str(Path(self._folder.name) / name) for name in ("socket", "store"))
-        with Listener(address) as listener:
-            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]  # may never start
-            command = [sys.executable, "-m", "oracle.ranks", address, store]
+        self._pipes: dict[int, Connection] = {}
+        try:
+            # A socket's path must be short, which a temporary folder's need not be.
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp" if Path("/tmp").is_dir() else None)
+            address = str(Path(self._folder.name) / "socket")
+            self._listener = Listener(address)
+            self._listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]  # may never start
+            command = [sys.executable, "-m", "oracle.ranks", address, self._folder.name]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])}
             self._server = subprocess.Popen(command, env=environment, start_new_session=True)
-            pipes: list[Connection] = [listener.accept() for _ in range(MOST)]
-        ranks = self._answers(dict(enumerate(pipes)), START_SECONDS)
+            self._control = self._listener.accept()
+        except OSError as error:
+            raise HarnessError(f"the processes for laws over ranks could not be started: {error}") from error
+
+    def _start(self) -> None:
+        """Forks four workers, in the place of those there are."""
+        try:
+            self._control.send("start")
+            pipes: list[Connection] = [self._listener.accept() for _ in range(MOST)]
+            ranks = self._answers(dict(enumerate(pipes)), START_SECONDS)
+        except (OSError, RankError) as error:
+            raise HarnessError(f"the processes for laws over ranks could not be started: {error}") from error
         self._pipes = {rank: pipes[i] for i, rank in ranks.items()}
 
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
+    def run(self, tasks: Sequence[Task], together: int = 1) -> list[Any]:
         """Each rank's answer to its task.
 
-        Raises RankError if one raises or dies, RankHangError if one does not answer in time: the pool is
-        closed then, and the next case starts another. RankDeclinedError if all decline.
+        together: so many ranks in turn share a batch, and must decline it alike.
+
+        Raises RankDeclinedError if those of one batch all do. RankError if a rank raises, dies or alone declines,
+        RankHangError if one does not answer in time; ExactError where a rank's arithmetic raised it.
         """
+        if not self._idle():
+            self._start()
         for rank, task in enumerate(tasks):
             self._pipes[rank].send(task)
-        answers = self._answers({rank: self._pipes[rank] for rank in range(len(tasks))}, CASE_SECONDS)
-        if all(isinstance(answer, RankDeclinedError) for answer in answers.values()):
-            raise RankDeclinedError
-        for rank, answer in sorted(answers.items()):
-            if isinstance(answer, RankError):
-                if len(answers) < len(tasks):  # the others still wait for it
-                    self.close()
-                raise type(answer)(f"rank {rank} of {len(tasks)} raised {answer or 'NotImplementedError'}")
+        answers: dict[int, Any] = {}
+        try:
+            answers = self._answers({rank: self._pipes[rank] for rank in range(len(tasks))}, CASE_SECONDS)
+            self._raise(answers, len(tasks), together)
+        except (RankError, ExactError):
+            everybody = len(answers) == len(tasks)
+            if not (everybody and all(isinstance(answer, RankDeclinedError) for answer in answers.values())):
+                self._pipes = {}  # the next case gets others
+            raise
         return [_as_tensors(answers[rank]) for rank in range(len(tasks))]
 
+    def _idle(self) -> bool:
+        """Whether all workers are there, with nothing to say; one that was killed has closed its pipe."""
+        return len(self._pipes) == MOST and not wait(list(self._pipes.values()), 0)
+
+    @staticmethod
+    def _raise(answers: dict[int, Any], asked: int, together: int) -> None:
+        """The error that came first, unless it is that a whole batch was declined."""
+        for rank, answer in answers.items():
+            if isinstance(answer, _DiedError):
+                raise RankError(f"rank {rank} of {asked} died")
+            if isinstance(answer, RankError) and not isinstance(answer, RankDeclinedError):
+                raise RankError(f"rank {rank} of {asked} raised {answer}")
+            if isinstance(answer, ExactError):
+                raise answer
+        declined = {rank for rank, answer in answers.items() if isinstance(answer, RankDeclinedError)}
+        for first in range(0, asked, together):
+            if declined.issuperset(range(first, first + together)):
+                raise RankDeclinedError
+        if declined:
+            raise RankError(
+                f"ranks {sorted(declined)} of {asked} raised NotImplementedError, others of their batch did not"
+            )
+
     def _answers(self, pending: dict[int, Connection], seconds: float) -> dict[int, Any]:
-        """What each pipe says; after an error, what came within the grace time."""
+        """What each pipe says, in the order it came; after an error, what came within the grace time."""
         found: dict[int, Any] = {}
         pending, end, asked = dict(pending), time.monotonic() + seconds, len(pending)
         while pending:
             ready = wait(list(pending.values()), max(0.0, end - time.monotonic()))
-            if not ready and any(isinstance(answer, RankError) for answer in found.values()):
+            if not ready and any(isinstance(answer, (RankError, ExactError)) for answer in found.values()):
                 return found
             if not ready:
-                self.close()
                 raise RankHangError(f"ranks {sorted(pending)} of {asked} gave no answer in {seconds:.0f} s: they hang")
             for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
                 try:
                     found[rank] = pending.pop(rank).recv()
-                except EOFError as error:
-                    self.close()
-                    raise RankError(f"rank {rank} of {asked} died") from error
-                if isinstance(found[rank], RankError):
+                except (EOFError, OSError):
+                    found[rank] = _DiedError()
+                if isinstance(found[rank], (RankError, ExactError)):
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         return found
 
     def close(self) -> None:
-        """Ends the workers; the next case starts others."""
+        """Ends the workers and what forks them."""
         pool.cache_clear()
         with suppress(ProcessLookupError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
+        self._listener.close()
         self._folder.cleanup()
 
 
@@ -339,17 +403,28 @@ def over_ranks(
     )
 
 
-def over_mesh(implementation: Any, case: Case, streaming: bool = False) -> list[ShardedResult]:
-    """The implementation's step with the case's groups ``spread`` over the mesh's data ranks."""
+def over_mesh(
+    implementation: Any, case: Case, surface: str = "sharded_step", exactly: bool = True
+) -> list[ShardedResult]:
+    """The implementation's step with the case's groups ``spread`` over the mesh's data ranks.
+
+    The gradients of all results are the mean over ranks, as a data-parallel trainer takes it.
+    """
     name, mesh = specification(implementation), case.mesh
     if mesh.ranks not in (1, 2, 4) or mesh.data > len(case.groups):
         raise CaseError(f"{mesh} for {len(case.groups)} groups: a mesh has 1, 2 or 4 ranks, and a group for each batch")
     tasks = [
-        ShardedStep(name, replace(case, groups=groups, stream=_stream(case, groups)).to_json(), streaming)
+        ShardedStep(name, replace(case, groups=groups, stream=_stream(case, groups)).to_json(), surface, exactly)
         for groups in spread(case, mesh.data)
         for _ in range(mesh.sharing)
     ]
-    return pool().run(tasks)
+    results = pool().run(tasks, mesh.sharing)
+    names = sorted({name for result in results for name in result.gradients})
+    mean = {
+        name: torch.stack([r.gradients[name] for r in results if name in r.gradients]).sum(0) / mesh.ranks
+        for name in names
+    }
+    return [replace(result, gradients=mean) for result in results]
 
 
 def _stream(case: Case, groups: Sequence[Group]) -> Any:

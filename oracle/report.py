@@ -15,7 +15,13 @@ from oracle.golden import Comparison
 from oracle.laws import Law
 from oracle.suite import Finding, Report, Status
 
-STYLES = {Status.HOLDS: "green", Status.BROKEN: "bold red", Status.NOT_OFFERED: "yellow", Status.NOT_RUN: "dim"}
+STYLES = {
+    Status.HOLDS: "green",
+    Status.BROKEN: "bold red",
+    Status.NOT_OFFERED: "yellow",
+    Status.DECLINED: "yellow",
+    Status.NOT_RUN: "dim",
+}
 
 
 def header(console: Console, report_name: str, model: str, versions: dict[str, str], seed: int) -> None:
@@ -59,7 +65,7 @@ def table(console: Console, report: Report) -> None:
     for result in report.results:
         if result.status is Status.NOT_RUN:
             continue
-        skipped = result.declined if result.status is not Status.NOT_OFFERED else 0
+        skipped = result.declined if result.status is Status.HOLDS else 0
         declined = f", {skipped} declined" if skipped else ""
         verdict = Text(f"{result.status}{declined}", STYLES[result.status])
         grid.add_row(result.law, verdict, str(result.cases), f"{result.seconds:.1f}")

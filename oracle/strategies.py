@@ -24,7 +24,7 @@ from oracle.case import (
     from_lengths,
     from_parts,
 )
-from oracle.models import MODELS, VISUAL, VOCABULARY
+from oracle.models import MODELS, VISUAL, VOCABULARY, key_value_heads
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
 LONGEST = 65
@@ -46,11 +46,11 @@ def runs(most: int = 4, longest: int = LONGEST) -> st.SearchStrategy[list[int]]:
 
 
 @st.composite
-def groups(draw: st.DrawFn, most: int = 4, longest: int = LONGEST) -> list[list[int]]:
-    """Lengths of 1 to ``most`` groups, [anchor, positive, negatives...]."""
+def groups(draw: st.DrawFn, most: int = 4, longest: int = LONGEST, least: int = 1) -> list[list[int]]:
+    """Lengths of ``least`` to ``most`` groups, [anchor, positive, negatives...]."""
     return [
         [draw(lengths(longest)), draw(lengths(longest)), *draw(runs(2, longest))]
-        for _ in range(draw(st.integers(1, most)))
+        for _ in range(draw(st.integers(least, most)))
     ]
 
 
@@ -124,9 +124,10 @@ def cases(
     slots: bool = True,
     shuffled: bool = True,
     longest: int = LONGEST,
+    least_groups: int = 1,
 ) -> Case:
     """Whole cases for one model; with ``contrast`` the loss has something to choose between."""
-    drawn = draw(groups(longest=longest))
+    drawn = draw(groups(longest=longest, least=least_groups))
     chosen = draw(options(pooling))
     candidates = sum(len(g) - 1 for g in drawn) if chosen.use_batch else max(len(g) - 1 for g in drawn)
     if contrast and candidates < 2:
@@ -194,11 +195,16 @@ def mesh_cases(
 ) -> Case:
     """Cases for a mesh (Ulysses, ring, data), with a group for every data rank at least.
 
-    model_matters: the model computes, so that its key-value heads must divide among the Ulysses ranks.
+    model_matters: the model computes, with any pooling. Then Ulysses ranks divide its key-value heads, and for
+    the default model one with more of them, or one with a sliding window, may stand.
     """
-    mesh = Mesh(*draw(st.sampled_from(meshes)))
-    chosen = "qwen3-mha" if model_matters and model == "qwen3" and mesh.ulysses > 2 else model
-    case = draw(cases(chosen, contrast=model_matters, longest=longest))
-    if mesh.data > len(case.groups):
-        mesh = replace(mesh, data=1)
+    if not model_matters:
+        mesh = Mesh(*draw(st.sampled_from(meshes)))
+        return replace(draw(cases(model, longest=longest)), mesh=mesh)
+    mesh = Mesh(*draw(st.sampled_from([m for m in meshes if model == "qwen3" or key_value_heads(model) % m[0] == 0])))
+    chosen = model
+    if model == "qwen3":
+        chosen = draw(st.sampled_from([model, model, model, "mistral"])) if mesh.ulysses <= 2 else "qwen3-mha"
+    pooling = draw(st.sampled_from(["last", "last", "last", *POOLINGS]))
+    case = draw(cases(chosen, pooling, contrast=True, longest=longest, least_groups=mesh.data))
     return replace(case, mesh=mesh)

@@ -23,7 +23,7 @@ from hypothesis.database import ExampleDatabase
 
 from oracle import reference
 from oracle.case import Case, Rows, from_lengths
-from oracle.contract import offers
+from oracle.contract import HarnessError, declines, of_a_library, offers
 from oracle.exact import ExactError, exact
 from oracle.laws import LAWS, Broken, HangError, Law, VacuousError
 from oracle.models import tiny
@@ -40,6 +40,7 @@ class Status(StrEnum):
     HOLDS = "holds"
     BROKEN = "BROKEN"
     NOT_OFFERED = "not offered"
+    DECLINED = "declined all"
     NOT_RUN = "not run"
 
 
@@ -93,7 +94,7 @@ class Report:
         absent = self.count(Status.NOT_OFFERED)
         unrun = self.count(Status.NOT_RUN)
         rest = f", {unrun} not run" if unrun else ""
-        declined = sum(result.declined for result in self.results if result.status is not Status.NOT_OFFERED)
+        declined = sum(result.declined for result in self.results)
         rest += f", {declined} cases declined" if declined else ""
         return (
             f"VERDICT exact: {len(self.results)} laws, {self.count(Status.BROKEN)} broken, {absent} not offered{rest}, "
@@ -103,10 +104,6 @@ class Report:
     def to_json(self) -> str:
         """Machine-readable, counter-examples as cases."""
         return json.dumps(asdict(self) | {"verdict": self.verdict}, indent=2)
-
-
-class HarnessError(RuntimeError):
-    """The suite itself is not sound here, so it must not judge anybody."""
 
 
 def canary(model: str) -> float:
@@ -234,7 +231,7 @@ def try_law(
         if not isinstance(broken, Broken):
             broken = Broken("the same case gives different results when run again")
         found = Finding(law.title, broken.summary, broken.details, failed)
-    status = Status.BROKEN if found else Status.NOT_OFFERED if declined == tried else Status.HOLDS
+    status = Status.BROKEN if found else Status.DECLINED if declined == tried else Status.HOLDS
     return LawResult(law.title, law.sentence, status, tried, time.perf_counter() - start, found, declined)
 
 
@@ -253,19 +250,15 @@ def judge(law: Law, implementation: Any, case: Case) -> None:
     """
     try:
         law.check(implementation, case)
-    except (Broken, ExactError, VacuousError):
+    except (Broken, ExactError, HarnessError, VacuousError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, NotImplementedError) and not _of_a_library(frames[-1].filename):
+        if declines(error):
             raise
-        own = next((f for f in reversed(frames) if not _of_a_library(f.filename)), frames[-1])
+        frames = traceback.extract_tb(error.__traceback__)
+        own = next((f for f in reversed(frames) if not of_a_library(f.filename)), frames[-1])
         where = f"at {own.filename}:{own.lineno} in {own.name}: {own.line}"
         raise Broken(f"raised {type(error).__name__}: {error}", [where, f"lengths {case.lengths}"]) from error
-
-
-def _of_a_library(filename: str) -> bool:
-    return "site-packages" in filename or filename.startswith("<")
 
 
 def save(finding: Finding, implementation: str, folder: Path = COUNTEREXAMPLES) -> Path:

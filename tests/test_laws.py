@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis.database import ExampleDatabase
 
+from oracle.contract import offers
 from oracle.laws import LAWS, Law
 from oracle.models import MODELS
 from oracle.suite import Status, canary, shares, try_law
@@ -15,11 +16,17 @@ from oracle.suite import Status, canary, shares, try_law
 OTHER_SHARE = 0.1
 
 
-def _model_matters(law: Law) -> bool:
+# Of the laws in real processes, a case costs several times what others do.
+SHARDED = ("mistral", "bert", "qwen3-moe")
+
+
+def _model_matters(law: Law, model: str) -> bool:
+    if law.family == "sharding":
+        return "sharded_step" in law.surfaces and model in SHARDED
     return law.family in ("isolation", "agreement")
 
 
-PAIRS = [(law, model) for law in LAWS for model in MODELS if model == "qwen3" or _model_matters(law)]
+PAIRS = [(law, model) for law in LAWS for model in MODELS if model == "qwen3" or _model_matters(law, model)]
 
 
 @pytest.mark.parametrize(("law", "model"), PAIRS, ids=[f"{law.title}-{model}" for law, model in PAIRS])
@@ -35,7 +42,7 @@ def test_law(
     if model != "qwen3":
         examples = max(3, round(examples * OTHER_SHARE))
     result = try_law(law, implementation, model, examples, law_seed, database=law_database)
-    if result.status is Status.NOT_OFFERED:
+    if result.status is Status.DECLINED or not any(offers(implementation, surface) for surface in law.surfaces):
         pytest.skip(f"not offered: {' or '.join(law.surfaces)}")
     if result.finding:
         found = result.finding

@@ -18,8 +18,9 @@ from oracle.ranks import RankDeclinedError, RankError, RankHangError, ShardedRes
 from oracle.tolerances import STREAMING
 
 SIMULATED = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (4, 1, 1), (1, 4, 1), (3, 2, 1), (2, 4, 1), (1, 1, 1))
-ULYSSES = ((2, 1, 1), (2, 1, 2), (4, 1, 1))
-RING = ((1, 2, 1), (1, 2, 2), (1, 4, 1))
+ULYSSES = ((2, 1, 1), (4, 1, 1))
+RING = ((1, 2, 1), (1, 4, 1))
+BESIDE = ((2, 1, 2), (1, 2, 2))
 
 
 def _shown(case: Case) -> list[str]:
@@ -155,9 +156,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], causal: bool
 # --- real processes ---------------------------------------------------------------------------------
 
 
-def _over_mesh(implementation: Any, case: Case, streaming: bool = False) -> list[ShardedResult]:
+def _over_mesh(
+    implementation: Any, case: Case, surface: str = "sharded_step", exactly: bool = True
+) -> list[ShardedResult]:
     try:
-        return over_mesh(implementation, case, streaming)
+        return over_mesh(implementation, case, surface, exactly)
     except RankDeclinedError as error:
         raise NotImplementedError from error
     except RankError as error:
@@ -172,12 +175,31 @@ def _equal_one_process(implementation: Any, case: Case) -> None:
         wanted = Outcome(pieces[rank // case.mesh.sharing], expected.loss, expected.gradients)
         difference = compare(wanted, Outcome(result.embeddings, result.loss, result.gradients))
         if difference:
-            raise Broken(f"rank {rank} of {case.mesh.ranks}: {difference}", _shown(case))
+            hint = _only_rounding(implementation, case) if difference.size < 1e-3 else []
+            raise Broken(f"rank {rank} of {case.mesh.ranks}: {difference}", [*_shown(case), *hint])
+
+
+def _only_rounding(implementation: Any, case: Case) -> list[str]:
+    """What to make of a difference so small that a factor in another place might explain it."""
+    with plain():
+        expected = reference.step(tiny(case.model, case.seed), case, case.rows)
+    pieces = expected.embeddings.split(row_counts(spread(case, case.mesh.data)))
+    farthest = 0.0
+    for rank, result in enumerate(_over_mesh(implementation, case, exactly=False)):
+        wanted = Outcome(pieces[rank // case.mesh.sharing], expected.loss, expected.gradients)
+        found = Outcome(result.embeddings, result.loss, result.gradients)
+        farthest = max(farthest, *(size for _, _, size in distances(wanted, found)))
+    if farthest > STREAMING.bound:
+        return [f"in plain float64 they differ too, by {farthest:.3g}"]
+    return [
+        f"in plain float64 they agree to {farthest:.3g}: is the factor of the ranks on the loss, before backward? "
+        "A step with factors elsewhere is to be offered as streaming_step"
+    ]
 
 
 @law("sharded_step", share=6, meshes=ULYSSES)
 def ulysses_equals_one_process(implementation: Any, case: Case) -> None:
-    """A step over Ulysses ranks, batches beside each other: embeddings, loss and averaged gradients of one process."""
+    """A step over Ulysses ranks: embeddings, loss and averaged gradients, bit for bit, of one process."""
     _equal_one_process(implementation, case)
 
 
@@ -193,12 +215,18 @@ def ulysses_times_ring_equals_one_process(implementation: Any, case: Case) -> No
     _equal_one_process(implementation, case)
 
 
+@law("sharded_step", share=4, meshes=BESIDE)
+def batches_beside_each_other_equal_one_process(implementation: Any, case: Case) -> None:
+    """Two batches, each over Ulysses ranks or a ring: the whole batch's loss and averaged gradients, bit for bit."""
+    _equal_one_process(implementation, case)
+
+
 @law("streaming_step", share=4, meshes=((1, 2, 1), (1, 4, 1), (2, 2, 1)))
 def a_streaming_ring_is_within_a_grid_step(implementation: Any, case: Case) -> None:
     """With a running log-sum-exp, in plain float64: within 2^-36 of one process, gradients over their largest."""
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-    for rank, result in enumerate(_over_mesh(implementation, case, streaming=True)):
+    for rank, result in enumerate(_over_mesh(implementation, case, "streaming_step", exactly=False)):
         found = Outcome(result.embeddings, result.loss, result.gradients)
         difference = first_beyond(expected, found, STREAMING.bound)
         if difference:

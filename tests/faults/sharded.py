@@ -67,8 +67,8 @@ class SlotsThroughTheModel(PaddingFree):
 class CountIgnored(PaddingFree):
     """The number of sequences is known, and not looked at."""
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
-        return super().boundaries(position_ids, **given | {"count": None})
+    def boundaries(self, position_ids: Tensor | None = None, *, count: int | None = None, **given: Any) -> list[int]:
+        return super().boundaries(position_ids, **given)
 
 
 # --- multimodal positions ---------------------------------------------------------------------------
@@ -240,13 +240,24 @@ class LastBlockForgotten(PaddingFree):
     """The block that comes round last is not attended to."""
 
     def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
-        right = sharding._Blocks.pieces
+        right = sharding.Plan.pieces
 
-        def pieces(blocks: Any, mine: int, source: int, device: Any) -> Any:
-            last = (mine + 1) % blocks.wire.plan.ring
-            return [] if source == last != mine else right(blocks, mine, source, device)
+        def pieces(plan: sharding.Plan, mine: int, source: int, *rest: Any) -> Any:
+            last = (mine + 1) % plan.ring
+            return [] if source == last != mine else right(plan, mine, source, *rest)
 
-        with _patched(sharding._Blocks, "pieces", pieces):
+        with _patched(sharding.Plan, "pieces", pieces):
+            return super().sharded_step(model, case, groups, streaming)
+
+
+class OwnBatchsLoss(PaddingFree):
+    """Each batch's ranks take their own batch's loss for the whole one's."""
+
+    def sharded_step(self, model: PreTrainedModel, case: Any, groups: Any, streaming: bool = False) -> SimpleNamespace:
+        def own(infonce_loss: Any, embeddings: Tensor, labels: Tensor, ranks: Any) -> Tensor:
+            return distributed.for_averaging(infonce_loss(embeddings, labels), ranks.sequence)
+
+        with _patched(sharding, "loss", own):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -303,5 +314,6 @@ SHARDED: dict[str, type[PaddingFree]] = {
     "sharding.ulysses_equals_one_process": GradientOverShards,
     "sharding.a_ring_equals_one_process": LastTokenOnTheFirstRank,
     "sharding.ulysses_times_ring_equals_one_process": LastBlockForgotten,
+    "sharding.batches_beside_each_other_equal_one_process": OwnBatchsLoss,
     "sharding.a_streaming_ring_is_within_a_grid_step": RunningMaximumForgotten,
 }

@@ -31,15 +31,14 @@ class FirstKeyDropped(PaddingFree):
     """A sequence's first token is seen by itself alone."""
 
     def streaming_step(self, model: PreTrainedModel, case: Any, groups: Any) -> SimpleNamespace:
-        right = sharding._Blocks.pieces
+        right = sharding.Plan.pieces
 
-        def pieces(blocks: Any, mine: int, source: int, device: Any) -> Any:
-            plan = blocks.wire.plan
+        def pieces(plan: sharding.Plan, mine: int, source: int, *rest: Any) -> Any:
             (_, query), (_, key) = plan.on_ring[mine], plan.on_ring[source]
             first = (key == 0)[None, :] & (query > 0)[:, None]
-            return [(rows, cols, hid | first[rows, cols]) for rows, cols, hid in right(blocks, mine, source, device)]
+            return [(rows, cols, hid | first[rows, cols]) for rows, cols, hid in right(plan, mine, source, *rest)]
 
-        with mock.patch.object(sharding._Blocks, "pieces", pieces):
+        with mock.patch.object(sharding.Plan, "pieces", pieces):
             return super().streaming_step(model, case, groups)
 
 
@@ -68,7 +67,7 @@ FAULTS = [RunningMaximumForgotten, LastBlockForgotten, FirstKeyDropped, Gradient
 def farthest(implementation: PaddingFree, case: Case) -> float:
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-    results = over_mesh(implementation, case, streaming=True)
+    results = over_mesh(implementation, case, "streaming_step", exactly=False)
     found = [Outcome(result.embeddings, result.loss, result.gradients) for result in results]
     return max(size for outcome in found for _, _, size in distances(expected, outcome))
 
