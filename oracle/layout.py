@@ -36,11 +36,12 @@ class PackedStream:
     lengths: list[int]
 
 
-def mrope(ids: Sequence[int], grids: Sequence[Grid]) -> list[tuple[int, int, int]]:
+def mrope(ids: Sequence[int], grids: Sequence[Grid], interval: int = 1) -> list[tuple[int, int, int]]:
     """Positions (temporal, height, width) of one sequence's tokens, from the sequence alone.
 
     Text counts on all three axes at once; an image's token stands at its frame, row and column, counted from
-    where the image begins, two by two patches a token; text goes on after its longer side.
+    where the image begins, two by two patches a token; text goes on after its longer side. Frames are
+    ``interval`` apart: 1, or in a video of Qwen2.5-VL tokens a second times seconds a frame.
     (``get_rope_index`` of Qwen2.5-VL and Qwen3-VL in transformers 5.24.)
     """
     positions: list[tuple[int, int, int]] = []
@@ -55,7 +56,7 @@ def mrope(ids: Sequence[int], grids: Sequence[Grid]) -> list[tuple[int, int, int
         for frame in range(frames):
             for row in range(height // 2):
                 for column in range(width // 2):
-                    positions.append((now + frame, now + row, now + column))
+                    positions.append((now + interval * frame, now + row, now + column))
                     at += 1
         now += max(height, width) // 2
     return positions
@@ -101,10 +102,12 @@ def packed_stream(
     first_position: int = 0,
     grids: Sequence[Sequence[Grid]] | None = None,
     rows: int = 1,
+    interval: int = 1,
 ) -> PackedStream:
     """Sequences one after another in ``layout.order``, with the slots it asks for.
 
-    rows: 1, the text's positions; 3, mRoPE's of each sequence with its ``grids``; 4, both.
+    rows: 1, the text's positions; 3, mRoPE's of each sequence with its ``grids`` and frames ``interval``
+    apart; 4, both.
     """
     ids: list[int] = []
     positions: list[tuple[int, ...]] = []
@@ -120,7 +123,7 @@ def packed_stream(
         starts[i] = len(ids)
         ids += sequences[i]
         text = [(position,) for position in range(first_position, first_position + len(sequences[i]))]
-        axes = mrope(sequences[i], grids[i] if grids else ()) if rows > 1 else []
+        axes = mrope(sequences[i], grids[i] if grids else (), interval) if rows > 1 else []
         positions += text if rows == 1 else axes if rows == 3 else [a + b for a, b in zip(text, axes, strict=True)]
         add_slots([-1] * (-len(sequences[i]) % layout.each))
     missing = -len(ids) % layout.tail

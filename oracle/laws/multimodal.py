@@ -30,7 +30,8 @@ def _shown(case: Case, positions: torch.Tensor | None = None) -> list[str]:
 
 def _positions(case: Case, rows: int) -> tuple[torch.Tensor, list[int]]:
     grids = grids_of(images_of(case))
-    stream = packed_stream(case.sequences, case.stream, VOCABULARY, grids=grids, rows=rows)
+    interval = 1 + case.seed % 3  # several frames are a video's then, and need not follow at once
+    stream = packed_stream(case.sequences, case.stream, VOCABULARY, grids=grids, rows=rows, interval=interval)
     return stream.position_ids, [case.lengths[i] for i in case.stream.arranged(len(case.lengths))]
 
 
@@ -56,13 +57,14 @@ def mrope_rows_of_no_sequence_are_refused(implementation: Any, case: Case) -> No
     """Rows that no sequences of text and images have are refused, never guessed at."""
     for rows in (3, 4):
         positions, _ = _positions(case, rows)
-        late = positions.clone()
-        late[-3:, -1] += 1  # the last token is a text's or an image's, and neither may skip
-        beginning = torch.ones(rows, 1, dtype=torch.int64)
+        ones = torch.ones(rows, 1, dtype=torch.int64)
+        half = -ones
+        half[-1] = 0
         wrong = {
-            "a slot before the first sequence": torch.cat([-beginning, positions], dim=1),
-            "a sequence that begins at 1": torch.cat([beginning, positions], dim=1),
-            "a last token that skips a position": torch.cat([late, 9 * beginning], dim=1),
+            "a slot before the first sequence": torch.cat([-ones, positions], dim=1),
+            "a sequence that begins at 1": torch.cat([ones, positions], dim=1),
+            "a last token that skips positions": torch.cat([positions, 99 * ones], dim=1),
+            "a slot in all rows but one": torch.cat([positions, half], dim=1),
         }
         for what, values in wrong.items():
             try:

@@ -34,6 +34,7 @@ def test_what_is_packed_comes_apart(case: Case) -> None:
         ((5, IMAGE_ID), [(1, 2, 4)], r"sequence 1: 1 image tokens do not fit an image of \(1, 2, 4\) patches"),
         ((IMAGE_ID, 5, IMAGE_ID), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds another run"),
         ((5,), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds fewer runs"),
+        ((IMAGE_ID,), [(1, 3, 3)], r"sequence 1: 1 image tokens do not fit an image of \(1, 3, 3\) patches"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(
@@ -41,3 +42,8 @@ def test_images_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(PackingError, match=message):
         pack([(5,), ids], [[], images], IMAGE_ID)
+
+
+def test_every_sequence_needs_its_images() -> None:
+    with pytest.raises(PackingError, match="images of 1 sequences for 2"):
+        pack([(5,), (6,)], [[]], IMAGE_ID)

@@ -88,12 +88,17 @@ def rows(*tokens: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("given_", "lengths_"),
     [
-        # The video's text goes on after the last frame in Qwen2-VL, after the longer side in transformers 5.
+        # A video's text goes on after the last frame in Qwen2-VL, after the longer side in transformers 5; two of its
+        # frames may be at one time.
         ({"position_ids": rows((0, 0, 0), (0, 0, 0), (1, 1, 1))}, [1, 2]),
         ({"position_ids": rows((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (2, 2, 2), (0, 0, 0))}, [5, 1]),
         (
             {"position_ids": rows((0, 0, 0), (50, 0, 0), (51, 51, 51), (-1, -1, -1), (0, 0, 0))},
             [3, 1],
+        ),
+        (
+            {"position_ids": rows((0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 1, 1), (1, 1, 2), (3, 3, 3))},
+            [6],
         ),
         ({"position_ids": rows((0, 0, 0), (1, 0, 0), (1, 1, 1), (0, 0, 0))}, [3, 1]),  # transformers 5's
         ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 0, 0), (-1, -1, -1, -1))}, [2, 1]),
@@ -145,6 +150,18 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"position_ids": rows((-1, -1, -1), (0, 0, 0))}, "slot 0 is -1 before any sequence"),
         ({"position_ids": rows((0, 0, 0), (-1, -1, -1), (1, 1, 1))}, r"slot 2 holds position \(1, 1, 1\); expected 0"),
         ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 0))}, "text's row and the three axes disagree from sequence 0"),
+        ({"position_ids": rows((0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 0, 0))}, "the three axes disagree from sequence 0"),
+        (
+            {"position_ids": rows((0, 0, 0, 0), (0, 0, 0, 0), (-1, 0, 0, 0))},
+            r"slot 2 holds position \(-1, 0, 0, 0\): -1",
+        ),
+        ({"position_ids": rows((0, 0, 0), (1, 1, 1), (1, 1, 1))}, r"slot 2 holds position \(1, 1, 1\); expected 2"),
+        ({"position_ids": [-1, 0], "lengths": [1]}, "slot 0 is -1 before any sequence"),
+        ({"position_ids": [0, 1], "lengths": []}, "lengths is empty"),
+        ({"position_ids": [0, 1], "total": 3}, "2 position ids, told were 3"),
+        ({"position_ids": [[0, 1]]}, r"vector of integers, found \[0, 1\] in it"),
+        ({"cu_seqlens": [0, 1.5, 3]}, "vector of integers, found 1.5 in it"),
+        ({"cu_seqlens": [0, 2, 3], "lengths": [1, 2]}, r"cu_seqlens gives lengths \[2, 1\], told were \[1, 2\]"),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_its_place(given_: dict[str, object], message: str) -> None:
@@ -157,6 +174,7 @@ def test_what_cannot_be_split_is_refused_with_its_place(given_: dict[str, object
     [
         ([1, 2], [0], None, "must be of one length"),
         ([1, 2, 3], [0, 1, -1], [3], "lengths sum to 3, the stream holds 2 tokens"),
+        ([1, 2, 3], [0, 1, 0], [], "lengths is empty"),
     ],
 )
 def test_a_stream_that_contradicts_itself_is_refused(

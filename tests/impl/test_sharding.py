@@ -55,6 +55,21 @@ def test_the_plan_is_the_definition(lengths: list[int], sizes: tuple[int, int]) 
     assert [starts[s] + p for s, p in zip(sequence.tolist(), at.tolist(), strict=True)] == list(range(sum(lengths)))
 
 
+def test_second_derivatives_are_refused_rather_than_wrong() -> None:
+    wire = Simulated(Plan((3, 2), 2, 2))
+    leaves = [torch.ones(n, 2, 4, dtype=torch.float64).requires_grad_() for n in wire.plan.counts]
+    out = torch.cat(sharded_attention(wire, [(x, x, x) for x in leaves], (-1, 0), 1.0))
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.cat(first).sum().backward()
+
+
+def test_layers_share_who_may_see_what() -> None:
+    plan = Plan((3, 2, 4), 1, 2)
+    assert plan.pieces(0, 1, (-1, 0), torch.device("cpu")) is plan.pieces(0, 1, (-1, 0), torch.device("cpu"))
+    assert plan.pieces(0, 1, (-1, 0), torch.device("cpu")) is not plan.pieces(0, 1, (2, 0), torch.device("cpu"))
+
+
 def test_a_rank_may_hold_slots_only() -> None:
     assert Plan((1,), 4, 1).counts == [1, 0, 0, 0]
     assert Plan((1, 1), 1, 2).counts == [2, 0]
@@ -172,6 +187,7 @@ from torch.nn.parallel import DistributedDataParallel
 import impl
 from impl import sharding
 from impl.attention import install
+from impl.errors import ShardingError
 from impl.losses import InfoNCE
 from oracle import exact, reference
 from oracle.case import Case, Options, Rows, from_lengths
@@ -181,7 +197,20 @@ from oracle.ranks import loss_scale, row_counts, spread
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-world, equal, gradients, wrong = dist.get_world_size(), 0, 0, 0
+world, equal, gradients, wrong, refused = dist.get_world_size(), 0, 0, 0, 0
+for batch in ([[3, 4 + dist.get_rank()]], [[3, 4], [5]] if dist.get_rank() else [[3], [4, 5]]):
+    try:
+        sharding.encode(tiny("qwen3"), impl.pack(batch, "given"), sharding.Ranks.over(1, world))
+    except ShardingError as error:
+        refused += "of those that share a batch were given another one than rank 0" in str(error)
+try:
+    sharding.encode(tiny("qwen3-vl"), impl.multimodal.pack([[128]], [[(1, 2, 2)]], 128), sharding.Ranks.over(1, world))
+except ShardingError as error:
+    refused += "the batch holds images" in str(error)
+try:
+    sharding.Ranks.over(0, 2)
+except ShardingError as error:
+    refused += "ranks are no multiple of Ulysses 0 x ring 2" in str(error)
 for ulysses, ring, name, pooling in [
     (2, 1, "bert", "max"), (1, 2, "gemma3", "cls"), (1, 2, "mistral", "mean"),
     (2, 1, "qwen3", "last"), (2, 2, "qwen3", "last"),
@@ -223,7 +252,7 @@ for ulysses, ring, name, pooling in [
     equal += same(mine, embeddings.detach()) and same(expected.loss, loss.detach())
     gradients += len(expected.gradients)
     wrong += sum(not same(expected.gradients[n], found[n]) for n in expected.gradients)
-print(f"rank {dist.get_rank()} equal {equal} gradients {gradients} wrong {wrong}", flush=True)
+print(f"rank {dist.get_rank()} refused {refused} equal {equal} gradients {gradients} wrong {wrong}", flush=True)
 dist.destroy_process_group()
 """
 
@@ -243,7 +272,7 @@ def test_the_simulator_and_processes_agree_in_every_bit(world: int) -> None:
 def test_a_ddp_trainer_over_shards_is_one_process_in_every_bit(world: int, trainers: int) -> None:
     """Decoders, an encoder, a window, four poolings, layers computed again; data parallel beside on four ranks."""
     lines = launch(world, TRAINER)
-    assert all(f" equal {trainers} " in line and line.endswith("wrong 0") for line in lines), lines
+    assert all(f" refused 4 equal {trainers} " in line and line.endswith("wrong 0") for line in lines), lines
 
 
 @pytest.mark.slow
