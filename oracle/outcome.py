@@ -135,5 +135,20 @@ def _differs(expected: Tensor, found: Tensor) -> str:
     size = "NaN" if bool(found.isnan().any()) else f"{gap(expected, found):.3g}"
     return (
         f"greatest difference {size}, first at {list(at)}: expected {expected[at].item():.17g}, "
-        f"found {found[at].item():.17g}"
+        f"found {found[at].item():.17g}{_multiple(expected.double(), found.double())}"
     )
+
+
+def _multiple(expected: Tensor, found: Tensor) -> str:
+    """Where everything is wrong by one factor, which it is: a rank counted twice, or not at all."""
+    a, b = (x.detach().cpu().numpy() for x in (expected, found))
+    for factor, told in (
+        (2, "twice"),
+        (4, "four times"),
+        (0.5, "half"),
+        (0.25, "a quarter of"),
+        (-1, "the negative of"),
+    ):
+        if a.size > 1 and np.abs(b - factor * a).max() <= 1e-3 * np.abs(factor * a).max():
+            return f"; it is {told} what it should be"
+    return ""

@@ -21,6 +21,9 @@ from oracle.exact.rules import PASSES, RULES
 from oracle.exact.rules.attention import scaled_dot_product_attention
 from oracle.exact.rules.table import Rule
 
+# Namespaces of operators that move numbers between ranks, or add a few of them up.
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
 LOW_PRECISION = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 Handler = Callable[..., Any]
@@ -113,7 +116,7 @@ class plain(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._arithmetic.operator = func
-        if func.is_view or func.namespace == "c10d":
+        if func.is_view or func.namespace in COLLECTIVES:
             return func(*args, **(kwargs or {}))
         name = func._schema.name
         if name == "aten::_grouped_mm":  # torch has none for float64
@@ -261,7 +264,7 @@ def _handler(func: Any) -> Handler:
         if base in PASSES or name == "aten::copy_":
             return _pass_in_place
     # Collectives move numbers; an all-reduce adds a few that lie on the grid, exactly.
-    if func.is_view or torch.Tag.inplace_view in func.tags or func.namespace in ("prim", "c10d"):
+    if func.is_view or torch.Tag.inplace_view in func.tags or func.namespace in COLLECTIVES | {"prim"}:
         return _pass_view
     return _pass if name in PASSES else _refuse_floats
 

@@ -11,7 +11,7 @@ from oracle import exact, reference
 from oracle.case import IMAGE_ID, Case, Options, Rows, from_lengths, from_parts
 from oracle.golden import IMAGES
 from oracle.models import MODELS, UnknownModelError, kind, tiny
-from oracle.outcome import Outcome, compare, compare_embeddings, same
+from oracle.outcome import Outcome, compare, compare_embeddings, compare_gradients, same
 from oracle.reference import InputError
 
 LAYOUTS = {
@@ -224,3 +224,12 @@ def test_a_digest_sees_every_part() -> None:
         replace(good, gradients={}).digest(),
     }
     assert len(digests) == 5
+
+
+@pytest.mark.parametrize(("factor", "told"), [(0.5, "half"), (4, "four times"), (-1, "the negative of"), (1.5, None)])
+def test_a_difference_by_one_factor_is_told(factor: float, told: str | None) -> None:
+    right = torch.tensor([[1.0, -2.0], [0.0, 3.0]], dtype=torch.float64)
+    difference = compare_gradients({"w": right}, {"w": right * factor})
+    assert ("what it should be" in str(difference)) == (told is not None)
+    if told:
+        assert f"it is {told} what it should be" in str(difference)

@@ -11,7 +11,7 @@ from hypothesis.strategies import SearchStrategy
 
 from impl.sharding import Plan
 from oracle.case import IMAGE_ID, Case, grids
-from oracle.laws.sharding import RING, SIMULATED, ULYSSES
+from oracle.laws.sharding import BESIDE, RING, SIMULATED, ULYSSES
 from oracle.strategies import image_cases, mesh_cases
 from tests.drawing import drawn
 
@@ -85,10 +85,16 @@ MESHES: dict[str, tuple[float, Callable[[Case], bool]]] = {
 }
 
 PROCESSES: dict[str, tuple[float, Callable[[Case], bool]]] = {
-    "data parallel beside": (0.15, lambda c: c.mesh.data > 1),
-    "uneven batches": (0.10, lambda c: c.mesh.data > 1 and len(c.groups) > c.mesh.data),
     "four ranks share a sequence": (0.20, lambda c: c.mesh.sharing == 4),
     "two ranks": (0.20, lambda c: c.mesh.ranks == 2),
+    "another pooling": (0.20, lambda c: c.options.pooling != "last"),
+    "a sliding window that cuts": (0.02, lambda c: c.model == "mistral" and max(c.lengths) > 4),
+}
+
+BATCHES: dict[str, tuple[float, Callable[[Case], bool]]] = {
+    "batches of different sizes": (0.40, lambda c: len(c.groups) > c.mesh.data),
+    "Ulysses": (0.30, lambda c: c.mesh.ulysses == 2),
+    "a ring": (0.30, lambda c: c.mesh.ring == 2),
 }
 
 
@@ -112,6 +118,10 @@ def test_features_of_simulated_meshes_are_drawn_often_enough() -> None:
 @pytest.mark.parametrize("meshes", [ULYSSES, RING], ids=["ulysses", "ring"])
 def test_features_of_processes_are_drawn_often_enough(meshes: tuple[tuple[int, int, int], ...]) -> None:
     _check(PROCESSES, drawn(mesh_cases(meshes), DRAWS))
+
+
+def test_features_of_batches_beside_each_other_are_drawn_often_enough() -> None:
+    _check(BATCHES, drawn(mesh_cases(BESIDE), DRAWS))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from oracle import reference
 from oracle.case import Case
 from oracle.exact import plain
 from oracle.laws import LAWS
-from oracle.laws.sharding import distances
+from oracle.laws.sharding import distances, warmed
 from oracle.models import tiny
 from oracle.outcome import Outcome
 from oracle.ranks import over_mesh
@@ -65,6 +65,7 @@ FAULTS = [RunningMaximumForgotten, LastBlockForgotten, FirstKeyDropped, Gradient
 
 
 def farthest(implementation: PaddingFree, case: Case) -> float:
+    case = warmed(case)
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
     results = over_mesh(implementation, case, "streaming_step", exactly=False)
