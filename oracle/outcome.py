@@ -139,6 +139,9 @@ def _differs(expected: Tensor, found: Tensor) -> str:
     )
 
 
+FACTORS = {2: "twice", 4: "four times", 0.5: "half", 0.25: "a quarter of", -1: "the negative of"}
+
+
 def _multiple(expected: Tensor, found: Tensor) -> str:
     """Where everything is wrong by one factor, which it is: a rank counted twice, or not at all."""
     a, b = (x.detach().cpu().numpy() for x in (expected, found))
