@@ -276,7 +276,7 @@ class RunningMaximumForgotten(PaddingFree):
                 out.add_(p @ met.v)
             return [out / total for out, total in zip(outs, totals, strict=True)], tops, totals
 
-        with _patched(sharding, "_one_round", one_round):
+        with _patched(sharding.ring, "_one_round", one_round):
             return super().streaming_step(model, case, groups)
 
 

@@ -133,15 +133,15 @@ def test_pieces_of_a_long_stream_are_whole_sequences(monkeypatch: pytest.MonkeyP
     qkv = [torch.randn(sum(lengths), 4, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
     found = []
     for piece in (1, 7, 256):
-        monkeypatch.setattr(sharding, "PIECE", piece)
+        monkeypatch.setattr(sharding.plan, "PIECE", piece)
         wire = Simulated(Plan(lengths, 2, 2))
         shares = [(qkv[0][held], qkv[1][held], qkv[2][held]) for held in wire.plan.tokens]
         found.append(wire.plan.collected(sharded_attention(wire, shares, (-1, 0), 0.3)))
-    assert sharding._cuts(lengths) == [0, 8]
+    assert sharding.plan._cuts(lengths) == [0, 8]
     torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(found[1], found[2], rtol=1e-12, atol=1e-14)
-    monkeypatch.setattr(sharding, "PIECE", 7)
-    assert sharding._cuts(lengths) == [0, 3, 4, 6, 7, 8]
+    monkeypatch.setattr(sharding.plan, "PIECE", 7)
+    assert sharding.plan._cuts(lengths) == [0, 3, 4, 6, 7, 8]
 
 
 # --- processes --------------------------------------------------------------------------------------
