@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,8 @@ class Case:
         return [x for group in self.groups for x in (group.label, *[0.0] * len(group.negatives))]
 
     def to_json(self) -> str:
-        """One line of JSON that ``from_json`` reads back to an equal case."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """One line of JSON that ``from_json`` reads back to an equal case; defaults are left out."""
+        return json.dumps(_told(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Case:
@@ -324,6 +324,21 @@ def grids(sequences: Sequence[Sequence[int]], images: Sequence[Grid]) -> list[li
         found.append(own)
     if taken < len(images):
         raise CaseError(f"{len(images)} images for {taken} runs of the image token")
+    return found
+
+
+def _told(value: Any) -> Any:
+    """A dataclass as a dictionary of what is not its default."""
+    if isinstance(value, tuple):
+        return [_told(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    found = {}
+    for each in fields(value):
+        own = getattr(value, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if own != default:
+            found[each.name] = _told(own)
     return found
 
 

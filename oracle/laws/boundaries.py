@@ -87,7 +87,7 @@ def _refused(recover: Callable[[], list[int]], what: str, shown: str) -> None:
         raise
     except Exception:
         return
-    raise Broken(f"{what} was not refused: it gave lengths {_short([int(n) for n in found])}", [shown])
+    raise Broken(f"not refused: {what}; it gave lengths {_short([int(n) for n in found])}", [shown])
 
 
 @law("boundaries", share=60)

@@ -95,6 +95,8 @@ def picture(positions: Sequence[int], lengths: Sequence[int] | None = None) -> s
     >>> picture([0, 0, 1, -1], [1, 2])
     '|0|0 1|.'
     """
+    if not positions:
+        return "(none)"
     starts = _starts(positions, lengths)
     drawn = ""
     for at, position in enumerate(positions):

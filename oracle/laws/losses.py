@@ -146,7 +146,7 @@ def labels_that_do_not_fit_are_refused(implementation: Any, case: Case) -> None:
         except Exception:
             continue
         raise Broken(
-            f"{what} was not refused: loss {float(loss):.6g}",
+            f"not refused: {what}; loss {float(loss):.6g}",
             [f"{len(embeddings)} embeddings, labels {given}"],
         )
 

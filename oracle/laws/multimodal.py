@@ -73,7 +73,7 @@ def mrope_rows_of_no_sequence_are_refused(implementation: Any, case: Case) -> No
                 raise
             except Exception:
                 continue
-            raise Broken(f"{what} was not refused: lengths {[int(n) for n in found]}", _shown(case, values))
+            raise Broken(f"not refused: {what}; it gave lengths {[int(n) for n in found]}", _shown(case, values))
 
 
 @law("encode_multimodal", share=10, images=True)

@@ -140,4 +140,4 @@ def pads_numbered_like_a_sequence_are_refused(implementation: Any, case: Case) -
         except Exception:
             continue
         shown = f"position ids {picture(stream.position_ids.tolist())}, {count} sequences packed"
-        raise Broken(f"pads that read like a sequence were not refused: lengths {[int(n) for n in found]}", [shown])
+        raise Broken(f"not refused: pads that read like a sequence; it gave lengths {[int(n) for n in found]}", [shown])
