@@ -104,13 +104,17 @@ def what_stands_in_a_shards_slots_stays_there(implementation: Any, case: Case) -
     spoilt = [torch.where(slot, torch.nan, shard) for slot, shard in zip(slots, shards, strict=True)]
     found = implementation.gather(spoilt, _lengths(case), mesh.ulysses, mesh.ring)
     if not same(found.detach(), values):
-        raise Broken(f"{int(found.isnan().sum())} of {total} tokens were gathered as NaN", _shown(case))
+        spoiled = int(found.isnan().sum())
+        told = f"{spoiled} of {total} tokens were gathered as NaN" if spoiled else "other tokens were gathered"
+        raise Broken(told, _shown(case))
     upstream = [torch.where(slot, torch.nan, shard.detach()) for slot, shard in zip(slots, shards, strict=True)]
     (gradient,) = torch.autograd.grad(shards, leaf, upstream, retain_graph=True)
     (through,) = torch.autograd.grad(found, leaf, values)
     for what, got in (("split", gradient), ("gather", through)):
         if not same(got, values):
-            raise Broken(f"through {what} {int(got.isnan().sum())} of {total} gradients are NaN", _shown(case))
+            wrong = int((got != values).nonzero()[0])
+            told = f"token {wrong}'s gradient is {float(got[wrong])}, expected {float(values[wrong])}"
+            raise Broken(f"through {what} with NaN in the slots {told}", _shown(case))
 
 
 @law("sharded_attention", share=16, meshes=SIMULATED, longest=12, model_matters=False)

@@ -59,7 +59,7 @@ SMALLEST: dict[str, list[int] | None] = {
     "sharding.ulysses_equals_one_process": [1, 1, 1],
     "sharding.a_ring_equals_one_process": [1, 1, 2],
     "sharding.ulysses_times_ring_equals_one_process": [1, 1, 2],
-    "sharding.batches_beside_each_other_equal_one_process": [1, 1, 1, 1, 1],
+    "sharding.batches_beside_each_other_equal_one_process": [1, 1, 1, 1],
     "sharding.a_streaming_ring_is_within_a_grid_step": [1, 1, 2],
 }
 

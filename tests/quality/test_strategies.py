@@ -48,7 +48,7 @@ FEATURES: dict[str, tuple[float, Callable[[Case], bool]]] = {
     "a dozen sequences or more": (0.15, lambda c: len(c.lengths) >= 12),
     "slots at the tail": (0.20, lambda c: c.stream.tail > 1),
     "slots after each sequence": (0.20, lambda c: c.stream.each > 1),
-    "another order": (0.30, lambda c: c.stream.order not in (None, tuple(range(len(c.lengths))))),
+    "another order": (0.25, lambda c: c.stream.order not in (None, tuple(range(len(c.lengths))))),
     "special ids among the tokens": (0.08, lambda c: any(min(s) < 3 for s in c.sequences)),
     "texts that begin alike": (0.10, lambda c: len({s[0] for s in c.sequences}) == 1),
     "longer than sixty": (0.02, lambda c: max(c.lengths) > 60),
