@@ -88,7 +88,8 @@ def test_further_faults_are_killed_too(title: str, fault: type[PaddingFree]) -> 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.title)
 def test_law_holds_for_the_right_implementation_on_the_same_draws(law: Law) -> None:
-    assert try_law(law, PaddingFree(), "qwen3", examples=8).status is Status.HOLDS
+    processes = any(surface in law.surfaces for surface in ("sharded_step", "streaming_step"))
+    assert try_law(law, PaddingFree(), "qwen3", examples=3 if processes else 8).status is Status.HOLDS
 
 
 def test_the_founding_fault_is_found_at_once_and_shrinks_to_two_sequences() -> None:

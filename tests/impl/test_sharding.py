@@ -146,8 +146,9 @@ def test_pieces_of_a_long_stream_are_whole_sequences(monkeypatch: pytest.MonkeyP
 
 # --- processes --------------------------------------------------------------------------------------
 
-AGREEMENT = """
-import sys, torch
+# Simulator and processes, then trainers: one script, for most of its time goes into starting it.
+SCRIPT = """
+import torch
 import torch.distributed as dist
 from impl.sharding import Plan, Ranks, Simulated, sharded_attention
 
@@ -155,7 +156,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 world = dist.get_world_size()
 generator = torch.Generator().manual_seed(0)
-compared = wrong = empty = 0
+compared = unequal = empty = 0
 for ulysses in (u for u in (1, 2, 4) if world % u == 0):
     ring = world // ulysses
     ranks = Ranks.over(ulysses, ring)
@@ -175,14 +176,8 @@ for ulysses in (u for u in (1, 2, 4) if world % u == 0):
                     mine = list(wire.held).index(processes.rank)
                     results.append([outs[mine], *(x.grad for x in held[mine])])
                 compared += 4
-                wrong += sum(not torch.equal(a, b) for a, b in zip(*results))
-print(f"rank {dist.get_rank()} empty {empty} compared {compared} wrong {wrong}", flush=True)
-dist.destroy_process_group()
-"""
+                unequal += sum(not torch.equal(a, b) for a, b in zip(*results))
 
-TRAINER = """
-import sys, torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import impl
 from impl import sharding
@@ -195,8 +190,6 @@ from oracle.models import tiny
 from oracle.outcome import same
 from oracle.ranks import loss_scale, row_counts, spread
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
 world, equal, gradients, wrong, refused = dist.get_world_size(), 0, 0, 0, 0
 for batch in ([[3, 4 + dist.get_rank()]], [[3, 4], [5]] if dist.get_rank() else [[3], [4, 5]]):
     try:
@@ -252,26 +245,23 @@ for ulysses, ring, name, pooling in [
     equal += same(mine, embeddings.detach()) and same(expected.loss, loss.detach())
     gradients += len(expected.gradients)
     wrong += sum(not same(expected.gradients[n], found[n]) for n in expected.gradients)
-print(f"rank {dist.get_rank()} refused {refused} equal {equal} gradients {gradients} wrong {wrong}", flush=True)
+print(f"rank {dist.get_rank()} empty {empty} compared {compared} unequal {unequal} refused {refused} equal {equal} "
+      f"gradients {gradients} wrong {wrong}", flush=True)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_simulator_and_processes_agree_in_every_bit(world: int) -> None:
-    """In plain float64, forward and backward, in one round and in three; ranks without tokens too."""
-    lines = launch(world, AGREEMENT)
-    meshes = len([u for u in (1, 2, 4) if world % u == 0])
-    assert all(line.endswith(f"compared {meshes * 7 * 2 * 2 * 4} wrong 0") for line in lines), lines
-    assert not all(" empty 0 " in line for line in lines), "some rank must have held slots only"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "trainers"), [(2, 4), (4, 5)])
-def test_a_ddp_trainer_over_shards_is_one_process_in_every_bit(world: int, trainers: int) -> None:
-    """Decoders, an encoder, a window, four poolings, layers computed again; data parallel beside on four ranks."""
-    lines = launch(world, TRAINER)
+def test_processes_are_the_simulator_and_trainers_over_shards_one_process(world: int, trainers: int) -> None:
+    """In every bit. Attention in plain float64, forward and backward, in one round and in three, ranks without
+    tokens too. DDP with decoders, an encoder, a window, four poolings, layers computed again; on four ranks
+    data parallel beside.
+    """
+    lines = launch(world, SCRIPT)
+    meshes = len([u for u in (1, 2, 4) if world % u == 0])
+    assert all(f"compared {meshes * 7 * 2 * 2 * 4} unequal 0 " in line for line in lines), lines
+    assert not all(" empty 0 " in line for line in lines), "some rank must have held slots only"
     assert all(f" refused 4 equal {trainers} " in line and line.endswith("wrong 0") for line in lines), lines
 
 
