@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """Greatest absolute difference; inf where either is NaN. In numpy, which the exact mode does not round."""
+    """Greatest absolute difference; inf for NaN or another shape. In numpy, which the exact mode does not round."""
+    if a.shape != b.shape:
+        return float("inf")
     left, right = (x.detach().double().cpu().numpy() for x in (a, b))
     return float(np.nan_to_num(np.abs(left - right), nan=np.inf, posinf=np.inf).max())
 
@@ -86,14 +88,20 @@ def _stolen(expected: Tensor, found: Tensor) -> str:
     return ""
 
 
-def compare_gradients(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Difference | None:
-    """Parameter by parameter; a missing gradient counts as different unless it should be zero."""
+def gradient_pairs(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Parameter by parameter, its name and both gradients; one that is missing is zero."""
     for name in sorted(expected.keys() | found.keys()):
         a, b = expected.get(name), found.get(name)
         a = torch.zeros_like(b) if a is None and b is not None else a
         b = torch.zeros_like(a) if b is None and a is not None else b
         assert a is not None
         assert b is not None
+        yield name, a, b
+
+
+def compare_gradients(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Difference | None:
+    """Parameter by parameter; a missing gradient counts as different unless it should be zero."""
+    for name, a, b in gradient_pairs(expected, found):
         if not same(a, b):
             wrong = sum(1 for n in expected if n not in found or not same(expected[n], found[n]))
             return Difference(
@@ -108,7 +116,7 @@ def compare_inputs(expected: Sequence[Tensor], found: Sequence[Tensor]) -> Diffe
         return Difference("input gradient", f"{len(found)} sequences, expected {len(expected)}")
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
         if not same(a, b):
-            return Difference("input gradient", _differs(a, b), i, gap(a, b) if a.shape == b.shape else float("inf"))
+            return Difference("input gradient", _differs(a, b), i, gap(a, b))
     return None
 
 

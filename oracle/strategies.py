@@ -6,6 +6,7 @@ powers of two; so these come often. Everything shrinks towards ones, two sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -129,8 +130,7 @@ def cases(
     """Whole cases for one model; with ``contrast`` the loss has something to choose between."""
     drawn = draw(groups(longest=longest, least=least_groups))
     chosen = draw(options(pooling))
-    candidates = sum(len(g) - 1 for g in drawn) if chosen.use_batch else max(len(g) - 1 for g in drawn)
-    if contrast and candidates < 2:
+    if contrast and _candidates(drawn, chosen) < 2:
         drawn[0].append(1)
     # Now and then the pad's and other special ids are ordinary tokens, or texts begin alike.
     first, alike = draw(st.sampled_from([3, 3, 0])), draw(st.sampled_from([False, False, False, True]))
@@ -146,6 +146,12 @@ def cases(
         model=model,
         seed=draw(st.integers(0, 3)),
     )
+
+
+def _candidates(groups_: Sequence[Sequence[object]], chosen: Options) -> int:
+    """How many documents an anchor chooses between, where it has most: with one there is nothing to learn."""
+    sizes = [len(group) - 1 for group in groups_]
+    return sum(sizes) if chosen.use_batch else max(sizes)
 
 
 @cache
@@ -166,20 +172,28 @@ def parts() -> st.SearchStrategy[list[int | Grid]]:
 
 
 @st.composite
-def image_cases(draw: st.DrawFn, images: bool = True, model: str = "qwen3", slots: bool = True) -> Case:
-    """Sequences of text and images; at least one image, beside sequences of one token."""
+def image_cases(
+    draw: st.DrawFn, images: bool = True, model: str = "qwen3", slots: bool = True, contrast: bool = False
+) -> Case:
+    """Sequences of text and images; at least one image, beside sequences of one token.
+
+    With ``contrast`` the loss has something to choose between.
+    """
     chosen = model if MODELS[model].visual else draw(st.sampled_from(VISUAL))
     drawn = [
         [draw(parts()), draw(parts()), *draw(st.lists(parts(), max_size=3))] for _ in range(draw(st.integers(1, 3)))
     ]
     if not any(isinstance(part, tuple) for group in drawn for sequence in group for part in sequence):
         drawn[0][1] = [(1, 2, 4)]
+    chosen_options = draw(options())
+    if contrast and _candidates(drawn, chosen_options) < 2:
+        drawn[0].append([1])
     return from_parts(
         drawn,
         VOCABULARY,
         rows=draw(row_layouts()),
         stream=draw(stream_layouts(sum(map(len, drawn)), slots)),
-        options=draw(options()),
+        options=chosen_options,
         model=chosen,
         seed=draw(st.integers(0, 3)),
     )

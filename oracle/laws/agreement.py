@@ -99,16 +99,30 @@ def the_last_token_is_pooled(implementation: Any, case: Case) -> None:
 @law("step", "encode", share=36, contrast=True)
 def a_training_step_equals_the_padded_one(implementation: Any, case: Case) -> None:
     """Loss, the gradient of every parameter and of the inputs equal, bit for bit, those of padded rows."""
-    model = tiny(case.model, case.seed)
     with exact():
+        case, expected = padded_step(case)
+        found = training_step(implementation, tiny(case.model, case.seed), case)
+    _refuse(compare(expected, found), case, "against padded rows")
+
+
+def warmed(case: Case) -> Case:
+    """The case at a temperature that leaves something to learn."""
+    return replace(case, options=replace(case.options, temperature=1.0))
+
+
+def padded_step(case: Case) -> tuple[Case, Outcome]:
+    """The reference's training step, inside a mode; the case warmed where a low temperature leaves no gradient.
+
+    Raises VacuousError if there is none even so.
+    """
+    model = tiny(case.model, case.seed)
+    expected = reference.step(model, case, case.rows)
+    if not _has_gradient(expected):
+        case = warmed(case)
         expected = reference.step(model, case, case.rows)
-        if not _has_gradient(expected):  # a low temperature can leave nothing to learn
-            case = replace(case, options=replace(case.options, temperature=1.0))
-            expected = reference.step(model, case, case.rows)
-        found = training_step(implementation, model, case)
     if not _has_gradient(expected):
         raise VacuousError("a training step without any gradient")
-    _refuse(compare(expected, found), case, "against padded rows")
+    return case, expected
 
 
 def _has_gradient(outcome: Outcome) -> bool:

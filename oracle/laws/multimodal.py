@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from oracle import reference
-from oracle.case import Case
+from oracle.case import Case, grids
 from oracle.contract import training_step
 from oracle.exact import exact
-from oracle.images import grids_of, images_of
+from oracle.images import images_of
+from oracle.laws.agreement import padded_step
 from oracle.laws.law import Broken, law
 from oracle.layout import packed_stream
 from oracle.models import VOCABULARY, tiny
@@ -20,7 +21,7 @@ AXES = {3: "temporal, height, width", 4: "text, temporal, height, width"}
 
 
 def _shown(case: Case, positions: torch.Tensor | None = None) -> list[str]:
-    images = [[f"{t}x{h}x{w}" for t, h, w in own] for own in grids_of(images_of(case)) or []]
+    images = [[f"{t}x{h}x{w}" for t, h, w in own] for own in grids(case.sequences, case.images)]
     lines = [f"lengths {case.lengths}, images {images}, stream order {case.stream.arranged(len(case.lengths))}"]
     if positions is not None:
         names = AXES[len(positions)].split(", ")
@@ -29,9 +30,9 @@ def _shown(case: Case, positions: torch.Tensor | None = None) -> list[str]:
 
 
 def _positions(case: Case, rows: int) -> tuple[torch.Tensor, list[int]]:
-    grids = grids_of(images_of(case))
+    shown = grids(case.sequences, case.images)
     interval = 1 + case.seed % 3  # several frames are a video's then, and need not follow at once
-    stream = packed_stream(case.sequences, case.stream, VOCABULARY, grids=grids, rows=rows, interval=interval)
+    stream = packed_stream(case.sequences, case.stream, VOCABULARY, grids=shown, rows=rows, interval=interval)
     return stream.position_ids, [case.lengths[i] for i in case.stream.arranged(len(case.lengths))]
 
 
@@ -76,13 +77,12 @@ def mrope_rows_of_no_sequence_are_refused(implementation: Any, case: Case) -> No
             raise Broken(f"not refused: {what}; it gave lengths {[int(n) for n in found]}", _shown(case, values))
 
 
-@law("encode_multimodal", share=10, images=True)
+@law("encode_multimodal", share=10, images=True, contrast=True)
 def images_and_text_equal_the_padded_ones(implementation: Any, case: Case) -> None:
     """Embeddings, loss and every gradient, the vision tower's too, equal, bit for bit, those of padded rows."""
-    model = tiny(case.model, case.seed)
     with exact():
-        expected = reference.step(model, case, case.rows)
-        found = training_step(implementation, model, case)
+        case, expected = padded_step(case)
+        found = training_step(implementation, tiny(case.model, case.seed), case)
     difference = compare(expected, found)
     if difference:
         raise Broken(f"{difference} (against padded rows)", [*_shown(case), f"model {case.model}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 from oracle import reference
 from oracle.case import Case
 from oracle.exact import exact, plain
+from oracle.laws.agreement import padded_step, warmed
 from oracle.laws.law import Broken, HangError, law
 from oracle.models import tiny
-from oracle.outcome import Difference, Outcome, compare, compare_embeddings, gap, same
+from oracle.outcome import Difference, Outcome, compare, compare_embeddings, gap, gradient_pairs, same
 from oracle.ranks import RankDeclinedError, RankError, RankHangError, ShardedResult, over_mesh, row_counts, spread
 from oracle.tolerances import STREAMING
 
@@ -172,36 +172,32 @@ def _over_mesh(
         raise (HangError if isinstance(error, RankHangError) else Broken)(str(error), _shown(case)) from error
 
 
-def warmed(case: Case) -> Case:
-    """The case at a temperature that leaves something to learn."""
-    return replace(case, options=replace(case.options, temperature=1.0))
+def _ranks(case: Case, expected: Outcome, results: list[ShardedResult]) -> Iterator[tuple[str, Outcome, Outcome]]:
+    """Of every rank: its name, what it should have, and what it has."""
+    pieces = expected.embeddings.split(row_counts(spread(case, case.mesh.data)))
+    for rank, result in enumerate(results):
+        wanted = Outcome(pieces[rank // case.mesh.sharing], expected.loss, expected.gradients)
+        yield f"rank {rank} of {case.mesh.ranks}", wanted, Outcome(result.embeddings, result.loss, result.gradients)
 
 
 def _equal_one_process(implementation: Any, case: Case) -> None:
     with exact():
-        expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-        if not any(bool(gradient.any()) for gradient in expected.gradients.values()):
-            case = warmed(case)
-            expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-    pieces = expected.embeddings.split(row_counts(spread(case, case.mesh.data)))
-    for rank, result in enumerate(_over_mesh(implementation, case)):
-        wanted = Outcome(pieces[rank // case.mesh.sharing], expected.loss, expected.gradients)
-        difference = compare(wanted, Outcome(result.embeddings, result.loss, result.gradients))
+        case, expected = padded_step(case)
+    for who, wanted, found in _ranks(case, expected, _over_mesh(implementation, case)):
+        difference = compare(wanted, found)
         if difference:
             hint = _only_rounding(implementation, case) if difference.size < 1e-3 else []
-            raise Broken(f"rank {rank} of {case.mesh.ranks}: {difference}", [*_shown(case), *hint])
+            raise Broken(f"{who}: {difference}", [*_shown(case), *hint])
 
 
 def _only_rounding(implementation: Any, case: Case) -> list[str]:
     """What to make of a difference so small that a factor in another place might explain it."""
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-    pieces = expected.embeddings.split(row_counts(spread(case, case.mesh.data)))
-    farthest = 0.0
-    for rank, result in enumerate(_over_mesh(implementation, case, exactly=False)):
-        wanted = Outcome(pieces[rank // case.mesh.sharing], expected.loss, expected.gradients)
-        found = Outcome(result.embeddings, result.loss, result.gradients)
-        farthest = max(farthest, *(size for _, _, size in distances(wanted, found)))
+    results = _over_mesh(implementation, case, exactly=False)
+    farthest = max(
+        size for _, wanted, found in _ranks(case, expected, results) for _, _, size in distances(wanted, found)
+    )
     if farthest > STREAMING.bound:
         return [f"in plain float64 they differ too, by {farthest:.3g}"]
     return [
@@ -240,11 +236,11 @@ def a_streaming_ring_is_within_a_grid_step(implementation: Any, case: Case) -> N
     case = warmed(case)
     with plain():
         expected = reference.step(tiny(case.model, case.seed), case, case.rows)
-    for rank, result in enumerate(_over_mesh(implementation, case, "streaming_step", exactly=False)):
-        found = Outcome(result.embeddings, result.loss, result.gradients)
-        difference = first_beyond(expected, found, STREAMING.bound)
+    results = _over_mesh(implementation, case, "streaming_step", exactly=False)
+    for who, wanted, found in _ranks(case, expected, results):
+        difference = first_beyond(wanted, found, STREAMING.bound)
         if difference:
-            raise Broken(f"rank {rank} of {case.mesh.ranks}: {difference}", _shown(case))
+            raise Broken(f"{who}: {difference}", _shown(case))
 
 
 def first_beyond(expected: Outcome, found: Outcome, bound: float) -> Difference | None:
@@ -261,7 +257,6 @@ def distances(expected: Outcome, found: Outcome) -> Iterator[tuple[str, int | No
     """What, of which sequence, and by how much: each gradient's difference over its largest number, or over 1."""
     for i, (a, b) in enumerate(zip(expected.embeddings, found.embeddings, strict=True)):
         yield "embeddings", i, gap(a, b)
-    for name, gradient in expected.gradients.items():
-        got = found.gradients.get(name, torch.zeros_like(gradient))
-        yield f"gradient of {name}", None, gap(gradient, got) / max(1.0, float(gradient.abs().max()))
+    for name, a, b in gradient_pairs(expected.gradients, found.gradients):
+        yield f"gradient of {name}", None, gap(a, b) / max(1.0, float(a.abs().max()))
     yield "loss", None, gap(expected.loss, found.loss)

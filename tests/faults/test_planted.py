@@ -50,7 +50,7 @@ SMALLEST: dict[str, list[int] | None] = {
     "slots.pads_numbered_like_a_sequence_are_refused": [1, 2],
     "multimodal.mrope_rows_give_the_lengths": [1, 2],
     "multimodal.mrope_rows_of_no_sequence_are_refused": [1, 2],
-    "multimodal.images_and_text_equal_the_padded_ones": [1, 2],
+    "multimodal.images_and_text_equal_the_padded_ones": [1, 1, 2],
     "multimodal.images_and_text_equal_each_sequence_alone": None,
     "sharding.split_then_gather_is_the_identity": [1, 1],
     "sharding.every_field_is_laid_out_alike": [1, 1],

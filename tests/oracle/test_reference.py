@@ -10,8 +10,9 @@ import torch
 from oracle import exact, reference
 from oracle.case import IMAGE_ID, Case, Options, Rows, from_lengths, from_parts
 from oracle.golden import IMAGES
+from oracle.laws.sharding import distances
 from oracle.models import MODELS, UnknownModelError, kind, tiny
-from oracle.outcome import Outcome, compare, compare_embeddings, compare_gradients, same
+from oracle.outcome import Outcome, compare, compare_embeddings, compare_gradients, gap, same
 from oracle.reference import InputError
 
 LAYOUTS = {
@@ -233,3 +234,15 @@ def test_a_difference_by_one_factor_is_told(factor: float, told: str | None) -> 
     assert ("what it should be" in str(difference)) == (told is not None)
     if told:
         assert f"it is {told} what it should be" in str(difference)
+
+
+def test_another_shape_is_never_a_small_difference() -> None:
+    assert gap(torch.zeros(1), torch.zeros(3)) == float("inf")
+    assert gap(torch.zeros(3, 1), torch.zeros(3, 3)) == float("inf")
+
+
+def test_a_gradient_that_should_not_be_counts_in_plain_float64_too() -> None:
+    rows = torch.eye(2, dtype=torch.float64)
+    expected, found = Outcome(rows, rows[0, 0], {}), Outcome(rows, rows[0, 0], {"w": rows / 2})
+    assert [size for what, _, size in distances(expected, found) if what == "gradient of w"] == [0.5]
+    assert [size for what, _, size in distances(found, expected) if what == "gradient of w"] == [0.5]

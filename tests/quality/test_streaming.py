@@ -16,7 +16,8 @@ from oracle import reference
 from oracle.case import Case
 from oracle.exact import plain
 from oracle.laws import LAWS
-from oracle.laws.sharding import distances, warmed
+from oracle.laws.agreement import warmed
+from oracle.laws.sharding import distances
 from oracle.models import tiny
 from oracle.outcome import Outcome
 from oracle.ranks import over_mesh
