@@ -30,16 +30,33 @@ def hidden_states(
     """
     packed = packed.to(model.device)
     name = backend or choose(model.device, model.dtype)
-    before = ran[name]
-    with using(model, name):
+    return states_of(model, name, packed.input_ids, packed.position_ids, packed, inputs)
+
+
+def states_of(
+    model: PreTrainedModel,
+    backend: str,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    packing: object,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """The last hidden states [n, d] of tokens [n] with positions [n] or [rows, n], attention by ``backend``.
+
+    packing: what the back end needs to know of the stream. Raises BackendError if the model went round it.
+    """
+    before = ran[backend]
+    with using(model, backend):
         output = model(
-            input_ids=packed.input_ids.unsqueeze(0),
-            position_ids=packed.position_ids.unsqueeze(-2),
-            packing=packed,
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(-2),
+            packing=packing,
             **(inputs or {}),
         )
-    if ran[name] == before:
-        raise BackendError(f"{type(model).__name__} never called the attention back end {name}: its sequences may mix")
+    if ran[backend] == before:
+        raise BackendError(
+            f"{type(model).__name__} never called the attention back end {backend}: its sequences may mix"
+        )
     states: Tensor = output.last_hidden_state[0]
     return states
 

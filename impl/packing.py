@@ -144,8 +144,7 @@ def from_stream(
     if input_ids.dim() != 1 or position_ids.shape[-1:] != input_ids.shape:
         shapes = f"{tuple(input_ids.shape)} and {tuple(position_ids.shape)}"
         raise BoundaryError(f"input_ids [T] and position_ids [T] or [rows, T] must be of one length, found {shapes}")
-    lengths = boundaries(position_ids, lengths=lengths, first_position=first_position, count=count)
-    real = real_tokens(position_ids, lengths, first_position)
+    lengths, real = _located(position_ids, lengths, first_position, count)
     ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(input_ids.device)
     order = tuple(range(len(lengths)))
     return Packed(input_ids[real], position_ids[..., real], ends, tuple(lengths), order)
@@ -204,8 +203,7 @@ def unpack(
     """
     if len(values) != position_ids.shape[-1]:
         raise BoundaryError(f"{len(values)} values for a stream of {position_ids.shape[-1]} slots and tokens")
-    lengths = boundaries(position_ids, lengths=lengths, first_position=first_position)
-    real = real_tokens(position_ids, lengths, first_position)
+    lengths, real = _located(position_ids, lengths, first_position)
     return list(values.index_select(0, real).split(list(lengths)))
 
 
@@ -260,12 +258,25 @@ def boundaries(
         found = _lengths(_rows(position_ids), first_position)
     if cu_seqlens is None and total is not None and torch.as_tensor(position_ids).shape[-1] != total:
         raise BoundaryError(f"{torch.as_tensor(position_ids).shape[-1]} position ids, told were {total}")
-    if count is not None and len(found) != count:
-        raise BoundaryError(
-            f"{len(found)} sequences found where {count} were packed: "
-            + ("one is empty or counts on from its neighbour" if len(found) < count else "pads are numbered like one")
-        )
+    _check_count(found, count)
     return found
+
+
+def _located(
+    position_ids: Tensor, lengths: Sequence[int] | None, first_position: int, count: int | None = None
+) -> tuple[list[int], Tensor]:
+    """The lengths, recovered where they are not known, and where the tokens stand."""
+    found = boundaries(position_ids, first_position=first_position) if lengths is None else list(lengths)
+    _check_count(found, count)
+    return found, real_tokens(position_ids, found, first_position)
+
+
+def _check_count(lengths: list[int], count: int | None) -> None:
+    if count is not None and len(lengths) != count:
+        raise BoundaryError(
+            f"{len(lengths)} sequences found where {count} were packed: "
+            + ("one is empty or counts on from its neighbour" if len(lengths) < count else "pads are numbered like one")
+        )
 
 
 def _rows(position_ids: Tensor | Sequence[int]) -> list[tuple[int, ...]]:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -175,9 +174,8 @@ class Worlds:
 
     def __init__(self, rank: int):
         self._rank = rank
-        limit = timedelta(seconds=5 * CASE_SECONDS)  # ends a worker whose parent was killed
         wanted = [*((r,) for r in range(MOST)), (0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3)]
-        self._subsets = {ranks: dist.new_group(list(ranks), limit) for ranks in wanted}
+        self._subsets = {ranks: dist.new_group(list(ranks)) for ranks in wanted}
 
     def subset(self, ranks: Sequence[int]) -> Any:
         """The group of these ranks."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from impl import attention
 from impl.attention import Window
 from impl.distributed import for_averaging, infonce
-from impl.encoder import pool
+from impl.encoder import pool, states_of
 from impl.errors import BackendError, ShardingError
 from impl.losses import InfoNCE
 from impl.packing import Packed
@@ -55,16 +55,8 @@ def hidden_states(model: PreTrainedModel, packed: Packed, wire: Processes, strea
     mine = wire.plan.tokens[wire.rank]
     rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)  # a model wants a row; nothing sees it
     packed, rows = packed.to(model.device), rows.to(model.device)
-    before = attention.ran["sharded"]
-    with attention.using(model, "sharded"):
-        output = model(
-            input_ids=packed.input_ids[rows].unsqueeze(0),
-            position_ids=packed.position_ids[..., rows].unsqueeze(-2),
-            packing=_Shard(wire, len(mine), streaming),
-        )
-    if attention.ran["sharded"] == before:
-        raise BackendError(f"{type(model).__name__} never called the attention back end sharded: shards cannot meet")
-    states: Tensor = output.last_hidden_state[0]
+    shard = _Shard(wire, len(mine), streaming)
+    states = states_of(model, "sharded", packed.input_ids[rows], packed.position_ids[..., rows], shard)
     return states[: len(mine)]
 
 
@@ -77,7 +69,8 @@ def _check(model: PreTrainedModel, packed: Packed, wire: Processes) -> None:
     mine = torch.tensor([int.from_bytes(ids.digest(), signed=True)], device=model.device)
     theirs = [torch.empty_like(mine) for _ in range(wire.plan.ranks)]
     dist.all_gather(theirs, mine, group=wire.ranks.sequence)
-    other = [rank for rank, each in enumerate(theirs) if int(each) != int(theirs[0])]
+    told = torch.cat(theirs).tolist()
+    other = [rank for rank, each in enumerate(told) if each != told[0]]
     if other:
         raise ShardingError(f"ranks {other} of those that share a batch were given another one than rank 0")
 
@@ -98,8 +91,7 @@ def encode(
     wire = ranks.wire(packed.lengths)
     states, plan = hidden_states(model, packed, wire, streaming), wire.plan
     if pooling not in ("last", "cls"):
-        whole = wire.own(states, plan.counts)[plan._home.to(states.device)]
-        vectors = pool(whole, packed, pooling)
+        vectors = pool(plan.collected([wire.own(states, plan.counts)]), packed, pooling)
     else:
         ends = packed.cu_seqlens.long().cpu()
         wanted = ends[1:] - 1 if pooling == "last" else ends[:-1]

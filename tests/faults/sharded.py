@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from impl import PaddingFree, distributed, encoder, multimodal, packing, sharding
 from impl.surface import _through_slots
+from oracle.images import model_inputs
 from tests.faults.stepping import finished
 
 # --- slots ------------------------------------------------------------------------------------------
@@ -112,15 +113,6 @@ class _Multimodal(PaddingFree):
         return self.embed(model, _through_slots(packed, layout, model), images)
 
 
-def _inputs(shown: list[Any]) -> dict[str, Tensor]:
-    if not shown:
-        return {}
-    return {
-        "pixel_values": torch.cat([image.patches for image in shown]),
-        "image_grid_thw": torch.tensor([image.grid for image in shown]),
-    }
-
-
 class PositionsOverThePack(_Multimodal):
     """mRoPE is computed once over the whole packed row (miles pull request 1272): text hides it, images do not."""
 
@@ -134,7 +126,7 @@ class PositionsOverThePack(_Multimodal):
             axes.append(rows + now)
             now += int(rows.max()) + 1
         whole = replace(packed, position_ids=torch.cat([packed.position_ids[:1], torch.cat(axes, dim=1)]))
-        return encoder.encode(model, whole, inputs=_inputs(shown))
+        return encoder.encode(model, whole, inputs=model_inputs([shown]))
 
 
 class ImagesInBatchOrder(_Multimodal):
@@ -142,7 +134,7 @@ class ImagesInBatchOrder(_Multimodal):
 
     def embed(self, model: PreTrainedModel, packed: packing.Packed, images: Sequence[Sequence[Any]]) -> Tensor:
         shown = [image for own in images for image in own]
-        return encoder.encode(model, packed, inputs=_inputs(shown))
+        return encoder.encode(model, packed, inputs=model_inputs([shown]))
 
 
 # --- shards -----------------------------------------------------------------------------------------
@@ -224,7 +216,7 @@ class LastTokenOnTheFirstRank(PaddingFree):
         def encode(model: PreTrainedModel, packed: packing.Packed, ranks: Any, *rest: Any) -> Tensor:
             wire = ranks.wire(packed.lengths)
             states = wire.own(sharding.hidden_states(model, packed, wire, False), wire.plan.counts)
-            whole = states[wire.plan._home]
+            whole = wire.plan.collected([states])
             first = torch.cat(wire.plan.tokens[: wire.plan.ulysses])
             sequence, _ = wire.plan.position(first)
             wanted = [
