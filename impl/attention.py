@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from impl import mixers
 from impl.errors import BackendError
 from impl.packing import Packed
 
@@ -157,6 +158,7 @@ def install(model: PreTrainedModel, backend: str | None = None) -> None:
     name = check_backend(backend or choose(model.device, model.dtype))
     text = model.get_decoder()
     text.set_attn_implementation(PREFIX + name)
+    mixers.install(model)
     if hasattr(text.config, "use_cache"):
         text.config.use_cache = False
 
@@ -182,7 +184,8 @@ def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
     if cached is not None:
         config.use_cache = False
     try:
-        yield
+        with mixers.within_sequences(model):
+            yield
     finally:
         text.set_attn_implementation(before)
         if cached is not None:

@@ -28,13 +28,16 @@ class ModelKind:
     """How to build one architecture, and what a caller must know of it.
 
     causal: each token sees only what comes before it, so the last token is the natural one to pool.
-    first_position: position id of a sequence's first token. visual: it takes images.
+    first_position: position id of a sequence's first token. visual: it takes images. longest: tokens of a
+    sequence that cases for it may have. norms_add_one: its norms multiply by 1 + weight.
     """
 
     build: Callable[[], PreTrainedModel]
     causal: bool = True
     first_position: int = 0
     visual: bool = False
+    longest: int = 10_000
+    norms_add_one: bool = False
 
 
 _TEXT: dict[str, Any] = {
@@ -140,6 +143,31 @@ MODELS: dict[str, ModelKind] = {
             norm_topk_prob=True,
         )
     ),
+    # Its recurrence goes in chunks of 64 tokens: where the next one begins, which pads may shift, other products are
+    # rounded. So a row, with up to 5 extra columns, stays within the first chunk.
+    "qwen3-next": ModelKind(
+        _decoder(
+            transformers.Qwen3NextModel,
+            transformers.Qwen3NextConfig,
+            layer_types=["linear_attention", "full_attention"],
+            mlp_only_layers=[0, 1],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            partial_rotary_factor=1.0,
+        ),
+        longest=59,
+        norms_add_one=True,
+    ),
+    "lfm2": ModelKind(
+        _decoder(
+            transformers.Lfm2Model,
+            transformers.Lfm2Config,
+            layer_types=["conv", "full_attention"],
+            rope_parameters=_ROPE,
+        )
+    ),
     "bert": ModelKind(
         _encoder(transformers.BertModel, transformers.BertConfig, {"add_pooling_layer": False}), causal=False
     ),
@@ -212,8 +240,11 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, parameter in sorted(model.named_parameters()):
-            centre = 1.0 if parameter.dim() == 1 and label.endswith("weight") else 0.0
-            parameter.copy_(centre + torch.randint(-110, 111, parameter.shape, generator=generator) / 256)
+            scale = parameter.dim() == 1 and label.endswith("weight")
+            centre = 1.0 if scale and not kind(name).norms_add_one else 0.0
+            drawn = torch.randint(-110, 111, parameter.shape, generator=generator) / 256
+            # A call uses exp(A_log), whose gradient is rounded once a call: by a factor of exp(0) it is not.
+            parameter.copy_(torch.zeros_like(drawn) if label.endswith("A_log") else centre + drawn)
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.copy_(_nearest_power_of_two(buffer))

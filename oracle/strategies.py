@@ -25,7 +25,7 @@ from oracle.case import (
     from_lengths,
     from_parts,
 )
-from oracle.models import MODELS, VISUAL, VOCABULARY, key_value_heads
+from oracle.models import MODELS, VISUAL, VOCABULARY, key_value_heads, kind
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
 LONGEST = 65
@@ -128,7 +128,7 @@ def cases(
     least_groups: int = 1,
 ) -> Case:
     """Whole cases for one model; with ``contrast`` the loss has something to choose between."""
-    drawn = draw(groups(longest=longest, least=least_groups))
+    drawn = draw(groups(longest=min(longest, kind(model).longest), least=least_groups))
     chosen = draw(options(pooling))
     if contrast and _candidates(drawn, chosen) < 2:
         drawn[0].append(1)

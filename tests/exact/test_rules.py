@@ -132,6 +132,29 @@ def test_convolution_is_the_matrix_product_of_its_windows() -> None:
     assert torch.equal(x.grad[0], expected[:, 3:-3])  # type: ignore[index]
 
 
+@covers("linalg_solve_triangular")
+def test_triangular_systems_are_solved_and_blind_to_rows_of_zeros_before_them() -> None:
+    a, b = drawn(2, 9, 9), drawn(2, 9, 4, seed=1)
+    for upper in (False, True):
+        for left in (True, False):
+            rhs = b if left else b.mT
+
+            def solve(a: Tensor, upper: bool = upper, left: bool = left, rhs: Tensor = rhs) -> Tensor:
+                return torch.linalg.solve_triangular(a, rhs, upper=upper, left=left, unitriangular=True)
+
+            value, gradient, plain_value, plain_gradient = _autograd_pair(solve, a / 4)
+            near(value, plain_value, 14)
+            near(gradient, plain_gradient, 12)
+    shifted = torch.nn.functional.pad(a, (3, 0, 3, 0)), torch.nn.functional.pad(b, (0, 0, 3, 0))
+    with exact():
+        alone = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
+        after = torch.linalg.solve_triangular(*shifted, upper=False, unitriangular=True)
+        with pytest.raises(ExactError, match="unitriangular=True only"):
+            torch.linalg.solve_triangular(a, b, upper=False)
+    assert torch.equal(after[:, 3:], alone)
+    assert not after[:, :3].any()
+
+
 # --- sums -------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle.exact.grid import Arithmetic
+from oracle.exact.grid import Arithmetic, UnknownOperatorError
 from oracle.exact.rules.table import rule
 
 
@@ -89,3 +89,22 @@ def convolution_backward(
     dw = exact.bilinear(to_weight, grad, x, grad.numel()) if wanted[1] else None
     db = exact.total(grad, [0, *range(2, grad.dim())]) if wanted[2] else None
     return dx, dw, db
+
+
+@rule("aten::linalg_solve_triangular")
+def triangular_solution(
+    exact: Arithmetic, a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Tensor:
+    """The x of a x = b, or x a = b, by (1 + n)^-1 = (1 - n) (1 + n^2) (1 + n^4) ..., n being a beside its diagonal.
+
+    An entry depends on the rows between it and its own alone, never on where they stand: a sequence's rows may
+    be shifted by pads. Only ones on the diagonal: anything else would divide.
+    """
+    if not unitriangular:
+        raise UnknownOperatorError("linalg_solve_triangular has an exact rule with unitriangular=True only")
+    power = -(a.triu(1) if upper else a.tril(-1))
+    result = b
+    for _ in range(max(1, a.shape[-1] - 1).bit_length()):
+        result = result + (exact.product(power, result) if left else exact.product(result, power))
+        power = exact.product(power, power)
+    return result

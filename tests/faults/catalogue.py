@@ -1,0 +1,100 @@
+"""The catalogue of planted faults: each the smallest wrong implementation of its kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TypeVar
+
+from impl import PaddingFree
+
+KINDS = (
+    "founding",
+    "boundaries",
+    "slots",
+    "leaks",
+    "positions",
+    "pooling",
+    "padded",
+    "multimodal",
+    "losses",
+    "replay",
+    "ranks",
+    "shards",
+)
+
+Kind = TypeVar("Kind", bound=type[PaddingFree])
+Patch = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong implementation, and what is known of it.
+
+    law: the one expected to kill it. link: the public bug of this kind, or None for our own. model: the one it
+    needs. smallest: lengths of the smallest case it can show in, None where several are as small. patch: what
+    is wrong besides the implementation: the reference's padded side.
+    """
+
+    implementation: type[PaddingFree]
+    law: str
+    link: str | None = None
+    model: str = "qwen3"
+    smallest: tuple[int, ...] | None = None
+    patch: Patch = nullcontext
+
+    @property
+    def id(self) -> str:
+        """The class's name in kebab-case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", self.implementation.__name__).lower()
+
+    @property
+    def kind(self) -> str:
+        """The module's name."""
+        return self.implementation.__module__.rpartition(".")[2]
+
+    @property
+    def sentence(self) -> str:
+        """The docstring's first sentence, on one line."""
+        return " ".join((self.implementation.__doc__ or "").split("\n\n")[0].split())
+
+    @property
+    def url(self) -> str:
+        """The link as an address."""
+        return f"https://github.com/{self.link}" if self.link else ""
+
+
+_FAULTS: list[Fault] = []
+
+
+def planted(
+    law: str,
+    link: str | None = None,
+    *,
+    model: str = "qwen3",
+    smallest: Sequence[int] | None = None,
+    patch: Patch = nullcontext,
+) -> Callable[[Kind], Kind]:
+    """Enters a class into the catalogue; ``link`` is a path on GitHub."""
+
+    def enter(implementation: Kind) -> Kind:
+        told = None if smallest is None else tuple(sorted(smallest))
+        _FAULTS.append(Fault(implementation, law, link, model, told, patch))
+        return implementation
+
+    return enter
+
+
+def catalogue() -> list[Fault]:
+    """Every fault, kind by kind."""
+    for kind in KINDS:
+        import_module(f"tests.faults.{kind}")
+    return sorted(_FAULTS, key=lambda fault: KINDS.index(fault.kind))
+
+
+def of_law(law: str) -> Iterator[Fault]:
+    """The faults that a law is expected to kill."""
+    return (fault for fault in catalogue() if fault.law == law)

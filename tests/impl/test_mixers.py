@@ -1,0 +1,59 @@
+"""Convolutions and recurrences keep within their sequences, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import impl
+from impl import attention, mixers, pack
+from impl.errors import BackendError
+from oracle.exact import exact
+from oracle.models import tiny
+
+HYBRIDS = ["qwen3-next", "lfm2"]
+SEQUENCES = [[5, 6, 7], [8, 9], [10], [11, 12, 13], [14]]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_is_left_as_it_was(name: str) -> None:
+    model = tiny(name)
+    (mixer,) = mixers.mixers(model)
+    with exact():
+        before = impl.encode(model, pack(SEQUENCES))
+        assert "forward" not in vars(mixer)
+        alone = model(torch.tensor([[5, 6, 7]]), use_cache=False).last_hidden_state[:, -1]
+        assert torch.equal(before[:1], torch.nn.functional.normalize(alone, dim=-1))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers gives the method another name
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_installed_model_can_be_copied_and_computes_layers_again(name: str) -> None:
+    model = copy.deepcopy(tiny(name))
+    with exact():
+        expected = impl.encode(tiny(name), pack(SEQUENCES)).detach()
+    attention.install(model)
+    model = copy.deepcopy(model)  # a copy's mixer must be its own
+    (mixer,) = mixers.mixers(model)
+    assert mixer.forward.__self__ is mixer
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with exact():
+        found = impl.encode(model, pack(SEQUENCES))
+        found.sum().backward()
+    assert torch.equal(found.detach(), expected)
+
+
+def test_a_layer_that_nobody_knows_is_refused_by_name() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(BackendError, match="layer 1 is of type chunked_attention"):
+        impl.encode(model, pack(SEQUENCES))
+
+
+def test_a_mixer_cannot_be_sharded() -> None:
+    with pytest.raises(BackendError, match="Lfm2ShortConv mixes tokens without attention"), mixers.within_sequences(
+        tiny("lfm2")
+    ):
+        tiny("lfm2")(input_ids=torch.tensor([[5, 6]]), packing=object())
