@@ -246,11 +246,17 @@ class Case:
 
 
 def from_lengths(
-    groups: Sequence[Sequence[int]], vocabulary: int = 128, first: int = 3, alike: bool = False, **rest: Any
+    groups: Sequence[Sequence[int]],
+    vocabulary: int = 128,
+    first: int = 3,
+    alike: bool = False,
+    end: int | None = None,
+    **rest: Any,
 ) -> Case:
     """A case from lengths alone, [anchor, positive, negatives...] a group; neighbouring tokens differ.
 
-    first: the lowest id in use. alike: every sequence begins with the same tokens.
+    first: the lowest id in use. alike: every sequence begins with the same tokens. end: the id that closes every
+    sequence.
     """
     count = sum(sum(lengths) for lengths in groups)
     ids = distinct_ids(count, vocabulary, first)
@@ -259,6 +265,8 @@ def from_lengths(
         [tuple(ids[:length] if alike else (next(stream) for _ in range(length))) for length in lengths]
         for lengths in groups
     ]
+    if end is not None:
+        take = [[(*ids[:-1], end) for ids in sequences] for sequences in take]
     for g, sequences in enumerate(take):
         if len(sequences) < 2:
             raise CaseError(f"group {g} has {len(sequences)} sequences; it needs an anchor and a positive")

@@ -25,7 +25,7 @@ from oracle.case import (
     from_lengths,
     from_parts,
 )
-from oracle.models import MODELS, VISUAL, VOCABULARY, key_value_heads, kind
+from oracle.models import MODELS, PAD_ID, VISUAL, VOCABULARY, key_value_heads, kind
 
 EDGES = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)
 LONGEST = 65
@@ -48,11 +48,13 @@ def runs(most: int = 4, longest: int = LONGEST) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def groups(draw: st.DrawFn, most: int = 4, longest: int = LONGEST, least: int = 1) -> list[list[int]]:
-    """Lengths of ``least`` to ``most`` groups, [anchor, positive, negatives...]."""
-    return [
+    """Lengths of ``least`` to ``most`` groups, [anchor, positive, negatives...]; now and then all are equal."""
+    equal = draw(st.sampled_from([False] * 7 + [True]))
+    drawn = [
         [draw(lengths(longest)), draw(lengths(longest)), *draw(runs(2, longest))]
         for _ in range(draw(st.integers(least, most)))
     ]
+    return [[drawn[0][0]] * len(group) for group in drawn] if equal else drawn
 
 
 @cache
@@ -65,7 +67,7 @@ def row_layouts() -> st.SearchStrategy[Rows]:
 def stream_layouts(draw: st.DrawFn, count: int, slots: bool = True, shuffled: bool = True) -> Stream:
     """Packed streams of ``count`` sequences: any order, slots at the tail and after each sequence."""
     order = tuple(draw(st.permutations(range(count)))) if shuffled and draw(st.booleans()) else None
-    if not slots or not draw(st.booleans()):
+    if not slots or not draw(st.sampled_from([False, True, True])):
         return Stream(order)
     return Stream(
         order, draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(0, 3))
@@ -135,17 +137,31 @@ def cases(
     # Now and then the pad's and other special ids are ordinary tokens, or texts begin alike.
     first, alike = draw(st.sampled_from([3, 3, 0])), draw(st.sampled_from([False, False, False, True]))
     alike = alike and not contrast
+    # A closing token is often the pad's own id, which then stands nowhere else.
+    end = draw(st.sampled_from([None] * 5 + [PAD_ID])) if max(map(max, drawn)) > 1 else None
+    first = first if end is None else max(first, PAD_ID + 1)
     return from_lengths(
         drawn,
         VOCABULARY,
         first,
         alike,
+        end,
         rows=draw(row_layouts()),
         stream=draw(stream_layouts(sum(map(len, drawn)), slots, shuffled)),
         options=chosen,
         model=model,
         seed=draw(st.integers(0, 3)),
     )
+
+
+@st.composite
+def long_cases(draw: st.DrawFn, beyond: int, model: str = "qwen3") -> Case:
+    """One group of few texts, some of them a little longer than ``beyond`` tokens."""
+    about = [1, 2, beyond - 1, beyond, beyond + 1, beyond + 2, beyond + 44]
+    length = st.sampled_from([each for each in about if each <= kind(model).longest])
+    drawn = [draw(length), draw(length), *draw(st.lists(length, max_size=1))]
+    layout = Stream(tuple(draw(st.permutations(range(len(drawn))))))
+    return from_lengths([drawn], VOCABULARY, rows=draw(row_layouts()), stream=layout, model=model)
 
 
 def _candidates(groups_: Sequence[Sequence[object]], chosen: Options) -> int:

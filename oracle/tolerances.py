@@ -17,3 +17,5 @@ class Tolerance:
 
 # A running log-sum-exp in float64 throughout: embeddings and loss absolute, gradients over their largest or 1.
 STREAMING = Tolerance(noise=3e-14, bound=2.0**-36, fault=1e-9)
+
+NUMERIC: dict[tuple[str, str], Tolerance] = {}

@@ -66,6 +66,13 @@ def embeddings_equal_the_padded_ones(implementation: Any, case: Case) -> None:
     _refuse(difference, case, "against padded rows")
 
 
+@law("encode", share=3, beyond=256)
+def positions_beyond_256_equal_the_padded_ones(implementation: Any, case: Case) -> None:
+    """So does that of a text of more than 256 tokens, where bfloat16 no longer holds every position."""
+    difference = compare_embeddings(_expected(case, case.rows), _encoded(implementation, case))
+    _refuse(difference, case, "against padded rows")
+
+
 @law("encode", share=12, pooling="any", longest=16)
 def every_pooling_equals_the_padded_one(implementation: Any, case: Case) -> None:
     """So it does for every pooling: first token, maximum, mean, mean over the root of the length, weighted."""

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from oracle.case import Case
-from oracle.strategies import cases, image_cases, loss_cases, mesh_cases
+from oracle.strategies import cases, image_cases, long_cases, loss_cases, mesh_cases
 
 Check = Callable[[Any, Case], None]
 
@@ -42,8 +42,8 @@ class Law:
 
     family, name: as in ``agreement.embeddings_equal_the_padded_ones``. sentence: the docstring's first
     line. surfaces: any one of them suffices. check: returns, or raises ``Broken``. draw: options of
-    ``strategies.cases``, or with ``loss``, ``images`` or ``meshes`` of ``strategies.loss_cases``, ``image_cases``
-    or ``mesh_cases``. share: cases drawn, relative to other laws.
+    ``strategies.cases``, or with ``loss``, ``images``, ``meshes`` or ``beyond`` of ``strategies.loss_cases``,
+    ``image_cases``, ``mesh_cases`` or ``long_cases``. share: cases drawn, relative to other laws.
     """
 
     family: str
@@ -56,7 +56,7 @@ class Law:
 
     def strategy(self, model: str) -> SearchStrategy[Case]:
         """The cases it is tried on."""
-        special = {"loss": loss_cases, "images": image_cases, "meshes": mesh_cases}
+        special = {"loss": loss_cases, "images": image_cases, "meshes": mesh_cases, "beyond": long_cases}
         maker: Any = next((make for option, make in special.items() if option in self.draw), cases)
         drawn: SearchStrategy[Case] = maker(model=model, **self.draw)
         return drawn

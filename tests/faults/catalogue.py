@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TypeVar
 
@@ -34,13 +34,13 @@ Patch = Callable[[], AbstractContextManager[object]]
 class Fault:
     """One wrong implementation, and what is known of it.
 
-    law: the one expected to kill it. link: the public bug of this kind, or None for our own. model: the one it
-    needs. smallest: lengths of the smallest case it can show in, None where several are as small. patch: what
-    is wrong besides the implementation: the reference's padded side.
+    laws: those expected to kill it, the first of them down to as many tokens as ``smallest`` has: the lengths of a
+    smallest case it can show in, None where nobody knows. link: the public bug of this kind, or None for our own. model: the
+    one it needs. patch: what is wrong besides the implementation: the reference's padded side.
     """
 
     implementation: type[PaddingFree]
-    law: str
+    laws: tuple[str, ...]
     link: str | None = None
     model: str = "qwen3"
     smallest: tuple[int, ...] | None = None
@@ -67,7 +67,7 @@ class Fault:
         return f"https://github.com/{self.link}" if self.link else ""
 
 
-_FAULTS: list[Fault] = []
+_FAULTS: dict[type[PaddingFree], Fault] = {}
 
 
 def planted(
@@ -78,11 +78,12 @@ def planted(
     smallest: Sequence[int] | None = None,
     patch: Patch = nullcontext,
 ) -> Callable[[Kind], Kind]:
-    """Enters a class into the catalogue; ``link`` is a path on GitHub."""
+    """Enters a class into the catalogue, or a further law that kills it; ``link`` is a path on GitHub."""
 
     def enter(implementation: Kind) -> Kind:
         told = None if smallest is None else tuple(sorted(smallest))
-        _FAULTS.append(Fault(implementation, law, link, model, told, patch))
+        known = _FAULTS.get(implementation, Fault(implementation, (), link, model, told, patch))
+        _FAULTS[implementation] = replace(known, laws=(*known.laws, law))
         return implementation
 
     return enter
@@ -92,9 +93,4 @@ def catalogue() -> list[Fault]:
     """Every fault, kind by kind."""
     for kind in KINDS:
         import_module(f"tests.faults.{kind}")
-    return sorted(_FAULTS, key=lambda fault: KINDS.index(fault.kind))
-
-
-def of_law(law: str) -> Iterator[Fault]:
-    """The faults that a law is expected to kill."""
-    return (fault for fault in catalogue() if fault.law == law)
+    return sorted(_FAULTS.values(), key=lambda fault: KINDS.index(fault.kind))

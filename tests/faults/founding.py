@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from impl import Packed, PaddingFree, encoder
+from tests.faults.base import Sequences, finished, unit
+from tests.faults.catalogue import planted
 
 
+@planted("boundaries.lengths_are_recovered", "modelscope/ms-swift/issues/9903", smallest=[1, 1])
 class StrictDecrease(PaddingFree):
-    """Attention knows the sequences; the step that takes the stream apart again asks the position ids."""
+    """Attention knows the sequences; the step that takes the stream apart again asks where position ids fall."""
 
     name = "strict-decrease"
 
@@ -28,19 +32,16 @@ class StrictDecrease(PaddingFree):
         edges = [0, *decreases.tolist(), len(position_ids)]
         return [after - before for before, after in itertools.pairwise(edges)]
 
-    def encode(
-        self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"
-    ) -> Tensor:
+    def encode(self, model: PreTrainedModel, sequences: Sequences, layout: Any, pooling: str = "last") -> Tensor:
         packed = self.pack(model, sequences, layout)
         return self._pooled(encoder.hidden_states(model, packed, self.backend), packed)
 
     def _pooled(self, states: Tensor, packed: Packed) -> Tensor:
         lengths = self.boundaries(packed.position_ids)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        vectors = states[last]
+        vectors = states[torch.tensor(lengths).cumsum(0) - 1]
         if len(lengths) == len(packed.order):
             vectors = vectors[torch.tensor(packed.places)]
-        return torch.nn.functional.normalize(vectors, dim=-1)
+        return unit(vectors)
 
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
         """The release's loss: groups by the labels, and whatever rows there are."""
@@ -54,11 +55,6 @@ class StrictDecrease(PaddingFree):
                 losses.append(-torch.log_softmax(rows[1:] @ rows[0] / options.temperature, dim=0)[0])
         return torch.stack(losses).mean()
 
-    def step(self, model: PreTrainedModel, case: Any) -> Any:
+    def step(self, model: PreTrainedModel, case: Any) -> SimpleNamespace:
         embeddings = self.encode(model, case.sequences, case.stream)
-        loss = self.loss(embeddings, case.labels, case.options)
-        model.zero_grad()
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return type("Made", (), {"embeddings": embeddings.detach(), "loss": loss.detach(), "gradients": gradients})
+        return finished(model, embeddings, self.loss(embeddings, case.labels, case.options))

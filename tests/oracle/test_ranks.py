@@ -22,7 +22,7 @@ from oracle.exact import UnknownOperatorError
 from oracle.laws import LAWS
 from oracle.ranks import RankDeclinedError, RankError, RankHangError, over_mesh, pool
 from oracle.suite import Status, try_law
-from tests.faults.sharded import FirstRankWaits, SecondRankRaises
+from tests.faults.shards import FirstRankWaits, SecondRankRaises
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = from_lengths([[2, 1, 1], [1, 3]], mesh=Mesh(ulysses=2))

@@ -34,6 +34,8 @@ FEATURES: dict[str, tuple[float, Callable[[Case], bool]]] = {
         lambda c: (1, 1, 1) in zip(*(_in_stream(c)[i:] for i in range(3)), strict=False),
     ),
     "all of one token": (0.02, lambda c: set(c.lengths) == {1}),
+    "all of one length above one": (0.04, lambda c: len(set(c.lengths)) == 1 and c.lengths[0] > 1),
+    "every text closed by the pad's id": (0.08, lambda c: all(ids[-1] == 0 for ids in c.sequences)),
     "a one-token sequence first": (0.30, lambda c: _in_stream(c)[0] == 1),
     "a one-token sequence last": (0.30, lambda c: _in_stream(c)[-1] == 1),
     "two equal lengths above one": (

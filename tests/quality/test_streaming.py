@@ -23,7 +23,7 @@ from oracle.outcome import Outcome
 from oracle.ranks import over_mesh
 from oracle.tolerances import STREAMING
 from tests.drawing import drawn
-from tests.faults.sharded import GradientOverShards, LastBlockForgotten, RunningMaximumForgotten
+from tests.faults.shards import GradientOverShards, LastBlockForgotten, RunningMaximumForgotten
 
 LAW = next(law for law in LAWS if law.surfaces == ("streaming_step",))
 

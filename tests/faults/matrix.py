@@ -1,0 +1,264 @@
+"""The kill matrix: every planted fault before the suite, and before the check styles of other projects.
+
+python -m tests.faults.matrix            prints it; the last line is KILLED k of n, and a survivor fails
+python -m tests.faults.matrix --write    stores it as well: matrix.json, MATRIX.md and the README's table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+
+from oracle.suite import versions
+from tests.faults import styles, trial
+from tests.faults.catalogue import KINDS, Fault, catalogue
+
+FOLDER = Path(__file__).parent
+STORED, TABLE, README = FOLDER / "matrix.json", FOLDER / "MATRIX.md", FOLDER.parents[1] / "README.md"
+BEGIN, END = "<!-- kill matrix: python -m tests.faults.matrix --write -->", "<!-- end of the kill matrix -->"
+
+
+@dataclass
+class Row:
+    """What is published of one fault."""
+
+    fault: str
+    kind: str
+    sentence: str
+    url: str
+    model: str
+    killed: int  # of so many seeds
+    seeds: int
+    laws: dict[str, int]  # the law that broke first, in how many seeds
+    median: float  # examples to kill
+    p95: float
+    seconds: float
+    lengths: list[int] = field(default_factory=list)
+    summary: str = ""
+    styles: dict[str, bool] = field(default_factory=dict)
+    reach: bool = True
+
+
+@dataclass
+class Matrix:
+    """All rows, and what they were measured with."""
+
+    date: str
+    commit: str
+    versions: dict[str, str]
+    seeds: int
+    rows: list[Row]
+    alarms: dict[str, int]
+
+    @property
+    def survivors(self) -> list[Row]:
+        """Faults that some seed let through."""
+        return [row for row in self.rows if row.killed < row.seeds]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile."""
+    ranked = sorted(values)
+    return ranked[max(0, -(-int(share * 100) * len(ranked) // 100) - 1)]
+
+
+def measured(identity: str, seeds: int) -> Row:
+    """One fault before the suite and before every style."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    fault = next(fault for fault in catalogue() if fault.id == identity)
+    found = trial.tried(fault, seeds)
+    kills = [kill for kill in found.kills if kill is not None]
+    examples = [kill.examples for kill in kills] + [trial.EXAMPLES] * (seeds - len(kills))
+    return Row(
+        fault.id,
+        fault.kind,
+        fault.sentence,
+        fault.url,
+        fault.model,
+        len(kills),
+        seeds,
+        dict(Counter(kill.law for kill in kills).most_common()),
+        statistics.median(examples),
+        percentile(examples, 0.95),
+        round(statistics.median([kill.seconds for kill in kills]), 2) if kills else float("nan"),
+        found.lengths,
+        found.summary,
+        {style.name: styles.caught(style, fault) for style in styles.STYLES},
+        styles.within_reach(fault),
+    )
+
+
+def measure(faults: Sequence[Fault], seeds: int, console: Console) -> Matrix:
+    """Every fault, over the machine's cores."""
+    rows: dict[str, Row] = {}
+    workers = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    with Progress(console=console, transient=True) as progress, workers as pool:
+        bar = progress.add_task("faults", total=len(faults))
+        pending = [pool.submit(measured, fault.id, seeds) for fault in faults]
+        for done in as_completed(pending):
+            row = done.result()
+            rows[row.fault] = row
+            progress.advance(bar)
+            if not console.is_terminal:
+                console.print(_line(row), soft_wrap=True, highlight=False, markup=False)
+    alarms = {style.name: styles.alarms(style) for style in styles.STYLES}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    today = datetime.now(UTC).date().isoformat()
+    return Matrix(today, commit.stdout.strip(), versions(), seeds, [rows[fault.id] for fault in faults], alarms)
+
+
+def _line(row: Row) -> str:
+    law = next(iter(row.laws), "SURVIVED")
+    return (
+        f"{row.fault:32} {law:58} {row.killed:2} of {row.seeds}  {row.median:6.0f} {row.p95:5.0f} {row.seconds:7.2f} s  "
+        f"{_short(row.lengths)}"
+    )
+
+
+def _short(lengths: Sequence[int]) -> str:
+    return " ".join(map(str, lengths[:12])) + (" ..." if len(lengths) > 12 else "")
+
+
+# --- as text ----------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
+
+
+def killed_line(matrix: Matrix) -> str:
+    """The last line of every run."""
+    return f"KILLED {len(matrix.rows) - len(matrix.survivors)} of {len(matrix.rows)}"
+
+
+def style_lines(matrix: Matrix) -> Iterator[str]:
+    """Each style's count, in words."""
+    for style in styles.STYLES:
+        yield f"{style.name}: killed {sum(row.styles[style.name] for row in matrix.rows)} of {len(matrix.rows)}"
+
+
+def summary(matrix: Matrix) -> list[str]:
+    """The README's part: kinds, then styles."""
+    kinds = []
+    for kind in KINDS:
+        own = [row for row in matrix.rows if row.kind == kind]
+        killed = sum(row.killed == row.seeds for row in own)
+        examples = statistics.median([row.median for row in own])
+        seconds = statistics.median([row.seconds for row in own])
+        kinds.append(
+            (kind, f"{killed} of {len(own)}", sum(bool(row.url) for row in own), f"{examples:.0f}", f"{seconds:.1f}")
+        )
+    reach = [row for row in matrix.rows if row.reach]
+    compared = [("**this suite**", killed_line(matrix).removeprefix("KILLED "), f"{_all(reach)} of {len(reach)}", 0)]
+    for style in styles.STYLES:
+        caught = sum(row.styles[style.name] for row in matrix.rows)
+        near = sum(row.styles[style.name] for row in reach)
+        told = f"{caught} of {len(matrix.rows)}", f"{near} of {len(reach)}", matrix.alarms[style.name]
+        compared.append((style.name, *told))
+    links = len({row.url for row in matrix.rows if row.url})
+    return [
+        f"{killed_line(matrix)} planted faults, {links} of them public bugs, over {matrix.seeds} seeds each, "
+        f"torch {matrix.versions['torch']}, {matrix.date}:",
+        "",
+        *_table(("kind", "killed", "public", "examples to kill, median", "seconds"), kinds),
+        "",
+        *_table(("check", "kills", "of those that change an embedding, a loss or a step", "false alarms"), compared),
+    ]
+
+
+def _all(rows: Sequence[Row]) -> int:
+    return sum(row.killed == row.seeds for row in rows)
+
+
+def full(matrix: Matrix) -> list[str]:
+    """MATRIX.md."""
+    lines = [
+        "# The kill matrix",
+        "",
+        "Written by `python -m tests.faults.matrix --write`; not by hand. Every fault goes before the whole suite, "
+        "with no hint which law will do. Examples: cases drawn until the first broken law, all laws counted. Smallest: "
+        "the lengths of the shrunk case.",
+        "",
+        *summary(matrix),
+    ]
+    names = [style.name for style in styles.STYLES]
+    for kind in KINDS:
+        lines += ["", f"## {kind}", ""]
+        cells = []
+        for row in (row for row in matrix.rows if row.kind == kind):
+            what = f"{row.sentence} [{row.url.removeprefix('https://github.com/')}]({row.url})" if row.url else row.sentence
+            law = next(iter(row.laws), "SURVIVED")
+            by = " ".join(str(1 + at) for at, name in enumerate(names) if row.styles[name]) or "none"
+            cells.append(
+                (f"`{row.fault}`", what, law, f"{row.median:.0f} / {row.p95:.0f}", row.seconds, _short(row.lengths), by)
+            )
+        head = ("fault", "what is wrong", "first broken law", "examples, median / p95", "seconds", "smallest", "styles")
+        lines += _table(head, cells)
+    lines += ["", "Styles by number: " + "; ".join(f"{1 + at} {name}" for at, name in enumerate(names)) + ".", ""]
+    return lines
+
+
+def load() -> Matrix:
+    """The stored matrix."""
+    raw: dict[str, Any] = json.loads(STORED.read_text(encoding="utf-8"))
+    return Matrix(**{**raw, "rows": [Row(**row) for row in raw["rows"]]})
+
+
+def readme_part(text: str) -> str:
+    """What stands between the README's marks."""
+    return text.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def write(matrix: Matrix) -> None:
+    """matrix.json, MATRIX.md, and the README's part."""
+    STORED.write_text(json.dumps(asdict(matrix), indent=1) + "\n", encoding="utf-8")
+    TABLE.write_text("\n".join(full(matrix)), encoding="utf-8")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n\n" + "\n".join(summary(matrix)) + f"\n\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a fault survived."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.matrix", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=trial.SEEDS)
+    parser.add_argument("--only", nargs="*", help="ids of faults")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    faults = [fault for fault in catalogue() if not given.only or fault.id in given.only]
+    matrix = measure(faults, given.seeds, console)
+    if given.write:
+        write(matrix)
+    for lines in (map(_line, matrix.rows), style_lines(matrix)):
+        for line in lines:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    for row in matrix.survivors:
+        console.print(f"SURVIVED {row.fault}: {row.seeds - row.killed} of {row.seeds} seeds. {row.sentence}", markup=False)
+    console.print(killed_line(matrix))
+    return 1 if matrix.survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

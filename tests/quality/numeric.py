@@ -1,0 +1,80 @@
+"""Measures the table of ``oracle.tolerances.NUMERIC``: python -m tests.quality.numeric prints it, for the file.
+
+Noise: the greatest distance over so many clean cases. Fault: of the planted faults below, each one's greatest
+distance over FAULT_CASES cases, the smallest of those: a run sees the greatest. Bound: the power of two nearest to
+the geometric mean of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+import transformers
+
+from impl import PaddingFree
+from oracle import numeric
+from oracle.case import Case
+from oracle.models import MODELS
+from oracle.strategies import cases
+from oracle.tolerances import Tolerance
+from tests.drawing import drawn
+from tests.faults.catalogue import catalogue
+
+CASES, FAULT_CASES = 10_000, 40
+TEXT = [name for name, each in MODELS.items() if not each.visual and name != "qwen3-mha"]
+
+# One of each kind that low precision can see in every model.
+FAULTS = (
+    "no-boundaries-in-attention",
+    "one-key-of-the-neighbour",
+    "first-key-hidden",
+    "second-last-pooled",
+    "first-token-pooled",
+    "first-token-dropped",
+    "stream-order",
+    "normalised-by-the-batch",
+)
+
+
+def noise(dtype: str, own: list[Case]) -> float:
+    """The greatest distance of the right implementation."""
+    return max(max(numeric.distances(PaddingFree(), case, dtype)) for case in own)
+
+
+def effects(dtype: str, own: list[Case]) -> dict[str, float]:
+    """Each fault's greatest distance."""
+    made = {fault.id: fault.implementation() for fault in catalogue() if fault.id in FAULTS}
+    return {name: max(max(numeric.distances(fault, case, dtype)) for case in own) for name, fault in made.items()}
+
+
+def measured(dtype: str, model: str, count: int) -> Tolerance:
+    """One row of the table."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    own = drawn(cases(model, **numeric.DRAW), count, of=1)
+    low, high = noise(dtype, own), min(effects(dtype, own[:FAULT_CASES]).values())
+    return Tolerance(low, 2.0 ** round(math.log2(low * high) / 2), high)
+
+
+def main() -> None:
+    """Prints the table, row by row."""
+    parser = argparse.ArgumentParser(prog="python -m tests.quality.numeric", description=__doc__)
+    parser.add_argument("--cases", type=int, default=CASES)
+    count = parser.parse_args().cases
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        rows = {
+            (dtype, model): pool.submit(measured, dtype, model, count) for model in TEXT for dtype in numeric.DTYPES
+        }
+        for key, row in rows.items():
+            found = row.result()
+            told = f"noise={found.noise:.2g}, bound=2.0**{round(math.log2(found.bound))}, fault={found.fault:.2g}"
+            print(f"    {key}: Tolerance({told}),", flush=True)
+
+
+if __name__ == "__main__":
+    main()
