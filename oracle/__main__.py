@@ -18,6 +18,7 @@ from oracle.contract import HarnessError, ImplementationError, load
 from oracle.exact import ExactError
 from oracle.laws import LAWS, Broken, VacuousError
 from oracle.models import MODELS, UnknownModelError, kind
+from oracle.numeric import DTYPES, law_of
 
 OURS = "impl:PaddingFree"
 HOLDS, BROKEN, COULD_NOT_RUN = 0, 1, 2
@@ -38,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=int, default=0, help="reproduces a run (default 0)")
     check.add_argument("--all", action="store_true", help="go on after the first broken law")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    check.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="embeddings in this precision against their bound, instead of the laws"
+    )
     replay = commands.add_parser("replay", help="run one saved counter-example again")
     replay.add_argument("file", type=Path, help="as saved by check")
     replay.add_argument("--implementation", help="another implementation than the file's")
@@ -65,10 +69,18 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json and not arguments.json.resolve().parent.is_dir():
         raise CaseError(f"{arguments.json} cannot be written: there is no folder {arguments.json.parent}")
     report.header(console, suite.describe(implementation), arguments.model, suite.versions(), arguments.seed)
-    console.print(founding.try_founding_batch(implementation, arguments.model).told, highlight=False, soft_wrap=True)
+    if arguments.dtype is None:
+        told = founding.try_founding_batch(implementation, arguments.model).told
+        console.print(told, highlight=False, soft_wrap=True)
     with report.watching(console, arguments.examples) as watch:
         result = suite.check(
-            implementation, arguments.model, arguments.examples, arguments.seed, not arguments.all, watch
+            implementation,
+            arguments.model,
+            arguments.examples,
+            arguments.seed,
+            not arguments.all,
+            watch,
+            arguments.dtype,
         )
     report.table(console, result)
     for law in result.results:
@@ -91,7 +103,7 @@ def replay(arguments: argparse.Namespace, console: Console) -> int:
         title, name, raw = saved["law"], saved["implementation"], saved["case"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise CaseError(f"{arguments.file} is not a saved counter-example: {error}") from error
-    law = next((each for each in LAWS if each.title == title), None)
+    law = next((each for each in [*LAWS, *map(law_of, DTYPES)] if each.title == title), None)
     if law is None:
         raise CaseError(f"{arguments.file} names the law {title!r}, which does not exist")
     case = Case.from_json(json.dumps(raw))

@@ -26,6 +26,9 @@ from oracle.tolerances import NUMERIC
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAW = {"longest": 16}
 
+# Which expert a token goes to is decided by rounding: no bound lies between that and a fault.
+WITHOUT = {("bfloat16", "qwen3-moe"), ("float16", "qwen3-moe")}
+
 
 @lru_cache(maxsize=32)
 def lowered(name: str, seed: int, dtype: str) -> PreTrainedModel:
@@ -33,8 +36,9 @@ def lowered(name: str, seed: int, dtype: str) -> PreTrainedModel:
     return copy.deepcopy(tiny(name, seed)).to(DTYPES[dtype])
 
 
+@lru_cache(maxsize=64)
 def expected(case: Case) -> torch.Tensor:
-    """The padded reference's embeddings [n, d] in float64 throughout."""
+    """The padded reference's embeddings [n, d] in float64 throughout; kept for the next precision's turn."""
     with plain(), torch.no_grad():
         return reference.encode(
             tiny(case.model, case.seed), case.sequences, Rows(), case.options.pooling, kind(case.model).first_position

@@ -49,7 +49,7 @@ def runs(most: int = 4, longest: int = LONGEST) -> st.SearchStrategy[list[int]]:
 @st.composite
 def groups(draw: st.DrawFn, most: int = 4, longest: int = LONGEST, least: int = 1) -> list[list[int]]:
     """Lengths of ``least`` to ``most`` groups, [anchor, positive, negatives...]; now and then all are equal."""
-    equal = draw(st.sampled_from([False] * 7 + [True]))
+    equal = draw(st.sampled_from([False] * 4 + [True]))
     drawn = [
         [draw(lengths(longest)), draw(lengths(longest)), *draw(runs(2, longest))]
         for _ in range(draw(st.integers(least, most)))

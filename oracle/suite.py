@@ -27,6 +27,7 @@ from oracle.contract import HarnessError, declines, of_a_library, offers
 from oracle.exact import ExactError, exact
 from oracle.laws import LAWS, Broken, HangError, Law, VacuousError
 from oracle.models import tiny
+from oracle.numeric import law_of
 from oracle.outcome import compare
 
 Progress = Callable[[Law, int], None]
@@ -81,6 +82,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
     bits: float = 0.0
+    level: str = "exact"
 
     def count(self, status: Status) -> int:
         """Laws with this status."""
@@ -97,8 +99,8 @@ class Report:
         declined = sum(result.declined for result in self.results)
         rest += f", {declined} cases declined" if declined else ""
         return (
-            f"VERDICT exact: {len(self.results)} laws, {self.count(Status.BROKEN)} broken, {absent} not offered{rest}, "
-            f"{drawn} cases, {seconds:.0f} s"
+            f"VERDICT {self.level}: {len(self.results)} laws, {self.count(Status.BROKEN)} broken, "
+            f"{absent} not offered{rest}, {drawn} cases, {seconds:.0f} s"
         )
 
     def to_json(self) -> str:
@@ -152,8 +154,9 @@ def check(
     seed: int = 0,
     stop_at_first: bool = True,
     progress: Progress | None = None,
+    dtype: str | None = None,
 ) -> Report:
-    """Tries every law on the implementation.
+    """Tries every law on the implementation; with ``dtype`` the one of that precision instead.
 
     Args:
         implementation: see ``oracle.contract.Implementation``.
@@ -161,11 +164,13 @@ def check(
         seed: reproduces the run.
         stop_at_first: leave the laws after the first broken one untried.
         progress: called after each case with the law and its count.
+        dtype: "float32", "bfloat16" or "float16": see ``oracle.numeric``.
     """
-    report = Report(describe(implementation), model, seed, versions=versions())
+    laws = LAWS if dtype is None else [law_of(dtype)]
+    report = Report(describe(implementation), model, seed, versions=versions(), level=dtype or "exact")
     report.bits = canary(model)
-    wanted = shares(LAWS, examples)
-    for law in LAWS:
+    wanted = shares(laws, examples)
+    for law in laws:
         if not any(offers(implementation, surface) for surface in law.surfaces):
             report.results.append(LawResult(law.title, law.sentence, Status.NOT_OFFERED))
         elif stop_at_first and report.count(Status.BROKEN):

@@ -17,7 +17,7 @@ from oracle.contract import load
 from oracle.suite import describe
 
 # Cases drawn in all by the laws, for one model.
-EXAMPLES = {"dev": 600, "ci": 1600, "nightly": 40_000}
+EXAMPLES = {"dev": 4_500, "ci": 4_500, "nightly": 40_000}
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)

@@ -26,6 +26,15 @@ def _model_matters(law: Law, model: str) -> bool:
     return law.family in ("isolation", "agreement")
 
 
+def planned(examples: int) -> dict[tuple[str, str], int]:
+    """How many cases each law draws for each model, of ``examples`` for the default one."""
+    wanted = shares(LAWS, examples)
+    return {
+        (law.title, model): wanted[law.title] if model == "qwen3" else max(3, round(wanted[law.title] * OTHER_SHARE))
+        for law, model in PAIRS
+    }
+
+
 PAIRS = [(law, model) for law in LAWS for model in MODELS if model == "qwen3" or _model_matters(law, model)]
 
 
@@ -38,9 +47,7 @@ def test_law(
     law_seed: int,
     law_database: ExampleDatabase | None,
 ) -> None:
-    examples = shares(LAWS, law_examples)[law.title]
-    if model != "qwen3":
-        examples = max(3, round(examples * OTHER_SHARE))
+    examples = planned(law_examples)[law.title, model]
     result = try_law(law, implementation, model, examples, law_seed, database=law_database)
     if result.status is Status.DECLINED or not any(offers(implementation, surface) for surface in law.surfaces):
         pytest.skip(f"not offered: {' or '.join(law.surfaces)}")

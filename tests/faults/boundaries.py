@@ -155,7 +155,7 @@ class FullStreamLosesItsLast(_FromPositions):
 
 @planted("boundaries.lengths_are_recovered", smallest=[1, 1])
 class NeighboursShareALastToken(_FromPositions):
-    """Boundaries stand where the position is 0, shifted by one: the first sequence keeps its successor's first token."""
+    """Boundaries are shifted by one: the first sequence keeps its successor's first token."""
 
     def recover(self, positions: Tensor) -> list[int]:
         lengths = super(_FromPositions, self).boundaries(positions)

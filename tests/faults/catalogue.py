@@ -35,8 +35,8 @@ class Fault:
     """One wrong implementation, and what is known of it.
 
     laws: those expected to kill it, the first of them down to as many tokens as ``smallest`` has: the lengths of a
-    smallest case it can show in, None where nobody knows. link: the public bug of this kind, or None for our own. model: the
-    one it needs. patch: what is wrong besides the implementation: the reference's padded side.
+    smallest case it can show in, None where nobody knows. link: the public bug of this kind, or None for our own.
+    model: the one it needs. patch: what is wrong besides the implementation: the reference's padded side.
     """
 
     implementation: type[PaddingFree]
@@ -49,7 +49,7 @@ class Fault:
     @property
     def id(self) -> str:
         """The class's name in kebab-case."""
-        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", self.implementation.__name__).lower()
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", self.implementation.__name__).lower()
 
     @property
     def kind(self) -> str:

@@ -355,4 +355,3 @@ class OnlyTheRecurrenceKnows(_Mixers):
 
     module = "qwen3_next"
     kept = (("torch_chunk_gated_delta_rule", 1),)
-

@@ -128,8 +128,8 @@ def measure(faults: Sequence[Fault], seeds: int, console: Console) -> Matrix:
 def _line(row: Row) -> str:
     law = next(iter(row.laws), "SURVIVED")
     return (
-        f"{row.fault:32} {law:58} {row.killed:2} of {row.seeds}  {row.median:6.0f} {row.p95:5.0f} {row.seconds:7.2f} s  "
-        f"{_short(row.lengths)}"
+        f"{row.fault:32} {law:58} {row.killed:2} of {row.seeds}  {row.median:6.0f} {row.p95:5.0f} "
+        f"{row.seconds:7.2f} s  {_short(row.lengths)}"
     )
 
 
@@ -207,7 +207,11 @@ def full(matrix: Matrix) -> list[str]:
         lines += ["", f"## {kind}", ""]
         cells = []
         for row in (row for row in matrix.rows if row.kind == kind):
-            what = f"{row.sentence} [{row.url.removeprefix('https://github.com/')}]({row.url})" if row.url else row.sentence
+            what = (
+                f"{row.sentence} [{row.url.removeprefix('https://github.com/')}]({row.url})"
+                if row.url
+                else row.sentence
+            )
             law = next(iter(row.laws), "SURVIVED")
             by = " ".join(str(1 + at) for at, name in enumerate(names) if row.styles[name]) or "none"
             cells.append(
@@ -255,7 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     for row in matrix.survivors:
-        console.print(f"SURVIVED {row.fault}: {row.seeds - row.killed} of {row.seeds} seeds. {row.sentence}", markup=False)
+        console.print(
+            f"SURVIVED {row.fault}: {row.seeds - row.killed} of {row.seeds} seeds. {row.sentence}", markup=False
+        )
     console.print(killed_line(matrix))
     return 1 if matrix.survivors else 0
 

@@ -80,7 +80,9 @@ class OnlyTheFirstIsIndexed(_Multimodal):
 
     def embed(self, model: PreTrainedModel, packed: packing.Packed, images: Images) -> Tensor:
         axes = [
-            multimodal.mrope(ids, grids, model.config.image_token_id) if i == 0 else torch.arange(len(ids)).expand(3, -1)
+            multimodal.mrope(ids, grids, model.config.image_token_id)
+            if i == 0
+            else torch.arange(len(ids)).expand(3, -1)
             for i, (ids, grids) in enumerate(_pieces(model, packed, images))
         ]
         return super().embed(model, _with_axes(packed, axes), images)

@@ -104,7 +104,9 @@ def changed(implementation: type[PaddingFree]) -> set[str]:
 def touched(fault: Fault, law: Law) -> bool:
     """Whether a law can tell a fault from the right implementation."""
     replaced = changed(fault.implementation)
-    return not replaced or bool(replaced & called(law.title, fault.model)[0])  # nothing replaced: the reference is wrong
+    return not replaced or bool(
+        replaced & called(law.title, fault.model)[0]
+    )  # nothing replaced: the reference is wrong
 
 
 def first_kill(fault: Fault, seed: int) -> tuple[Kill | None, Law | None]:

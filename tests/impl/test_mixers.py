@@ -53,7 +53,8 @@ def test_a_layer_that_nobody_knows_is_refused_by_name() -> None:
 
 
 def test_a_mixer_cannot_be_sharded() -> None:
-    with pytest.raises(BackendError, match="Lfm2ShortConv mixes tokens without attention"), mixers.within_sequences(
-        tiny("lfm2")
+    with (
+        pytest.raises(BackendError, match="Lfm2ShortConv mixes tokens without attention"),
+        mixers.within_sequences(tiny("lfm2")),
     ):
         tiny("lfm2")(input_ids=torch.tensor([[5, 6]]), packing=object())

@@ -52,13 +52,17 @@ def effects(dtype: str, own: list[Case]) -> dict[str, float]:
     return {name: max(max(numeric.distances(fault, case, dtype)) for case in own) for name, fault in made.items()}
 
 
-def measured(dtype: str, model: str, count: int) -> Tolerance:
-    """One row of the table."""
+def measured(model: str, count: int) -> dict[str, Tolerance]:
+    """One model's rows of the table, by dtype."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     own = drawn(cases(model, **numeric.DRAW), count, of=1)
-    low, high = noise(dtype, own), min(effects(dtype, own[:FAULT_CASES]).values())
-    return Tolerance(low, 2.0 ** round(math.log2(low * high) / 2), high)
+    low = dict.fromkeys(numeric.DTYPES, 0.0)
+    for case in own:
+        for dtype in low:
+            low[dtype] = max(low[dtype], noise(dtype, [case]))
+    high = {dtype: min(effects(dtype, own[:FAULT_CASES]).values()) for dtype in low}
+    return {d: Tolerance(low[d], 2.0 ** round(math.log2(low[d] * high[d]) / 2), high[d]) for d in low}
 
 
 def main() -> None:
@@ -67,13 +71,11 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=CASES)
     count = parser.parse_args().cases
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        rows = {
-            (dtype, model): pool.submit(measured, dtype, model, count) for model in TEXT for dtype in numeric.DTYPES
-        }
-        for key, row in rows.items():
-            found = row.result()
-            told = f"noise={found.noise:.2g}, bound=2.0**{round(math.log2(found.bound))}, fault={found.fault:.2g}"
-            print(f"    {key}: Tolerance({told}),", flush=True)
+        rows = {model: pool.submit(measured, model, count) for model in TEXT}
+        for model, row in rows.items():
+            for dtype, found in row.result().items():
+                told = f"noise={found.noise:.2g}, bound=2.0**{round(math.log2(found.bound))}, fault={found.fault:.2g}"
+                print(f'    ("{dtype}", "{model}"): Tolerance({told}),', flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""No false alarms: 100,000 cases of the right implementation, recorded law by law in clean.json.
+
+python -m tests.quality.clean             runs the laws whose record is older than they are, and stores it
+python -m tests.quality.clean --anew      runs all of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import oracle
+from impl import PaddingFree
+from oracle.laws import LAWS, Law
+from oracle.suite import shares, try_law, versions
+
+CASES = 100_000
+RECORD = Path(__file__).with_name("clean.json")
+ORACLE = Path(oracle.__file__).parent
+
+
+@dataclass(frozen=True)
+class Clean:
+    """One law's record. digest: of what it says and of what it draws."""
+
+    cases: int
+    alarms: int
+    date: str
+    commit: str
+    versions: dict[str, str]
+    seed: int
+    digest: str
+
+
+def digest(law: Law) -> str:
+    """Of the law's module and the strategies, comments and line breaks left out."""
+    files = [ORACLE / "laws" / f"{law.family}.py", ORACLE / "strategies.py"]
+    told = "".join(ast.dump(ast.parse(path.read_text(encoding="utf-8"))) for path in files)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def load() -> dict[str, Clean]:
+    """The stored record, by law."""
+    raw: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    return {title: Clean(**record) for title, record in raw.items()}
+
+
+def stale(record: dict[str, Clean]) -> list[Law]:
+    """Laws that are newer than their record, or have none."""
+    return [law for law in LAWS if law.title not in record or record[law.title].digest != digest(law)]
+
+
+def run(title: str, cases: int, seed: int) -> tuple[str, int, str]:
+    """The cases that one law tried on the right implementation, and its alarm, or nothing."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    law = next(law for law in LAWS if law.title == title)
+    result = try_law(law, PaddingFree(), "qwen3", cases, seed)
+    told = "" if result.finding is None else f"{result.finding.summary} {result.finding.case.to_json()}"
+    return title, result.cases, told
+
+
+def main() -> int:
+    """Returns 1 if there was an alarm."""
+    parser = argparse.ArgumentParser(prog="python -m tests.quality.clean", description=__doc__)
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=datetime.now(UTC).toordinal())
+    parser.add_argument("--anew", action="store_true")
+    given = parser.parse_args()
+    wanted = shares(LAWS, given.cases)
+    record = {} if given.anew else load()
+    # The longest first, so that no core waits at the end.
+    waiting = sorted(stale(record), key=lambda law: ("step" not in str(law.surfaces), -wanted[law.title]))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    today, alarms = datetime.now(UTC).date().isoformat(), 0
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        laws = {law.title: law for law in waiting}
+        pending = [pool.submit(run, title, wanted[title], given.seed) for title in laws]
+        for done in as_completed(pending):
+            title, cases, alarm = done.result()
+            alarms += bool(alarm)
+            print(f"{title}: {cases} cases{', ALARM ' + alarm if alarm else ''}", flush=True)
+            record[title] = Clean(
+                cases, int(bool(alarm)), today, commit.stdout.strip(), versions(), given.seed, digest(laws[title])
+            )
+            ordered = {law.title: asdict(record[law.title]) for law in LAWS if law.title in record}
+            RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    print(f"CLEAN {sum(each.cases for each in record.values())} cases, {alarms} alarms")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
