@@ -75,6 +75,14 @@ def clean(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Mutation testing: every survivor is explained in tests/mutation/survivors.json, or fails."""
+    _installed_for_tests(session)
+    session.install(*nox.project.dependency_groups(nox.project.load_toml(), "mutation"))
+    session.run("python", "-m", "tests.mutation", *session.posargs)
+
+
+@nox.session(default=False)
 def nightly(session: nox.Session) -> None:
     """Thousands of random cases, every model, with a stored database of examples."""
     _installed_for_tests(session)

@@ -44,10 +44,16 @@ def test_a_fault_is_killed_by_its_law_and_shrunk(fault: Fault, title: str) -> No
         assert len(lengths) <= 26, lengths  # ranks, and layouts that few draws reach, shrink least
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.title)
+PROCESSES = ("rank_loss", "sharded_step", "streaming_step")
+BRIEF = [
+    pytest.param(law, marks=[pytest.mark.slow] if set(law.surfaces) & set(PROCESSES) else [], id=law.title)
+    for law in LAWS
+]
+
+
+@pytest.mark.parametrize("law", BRIEF)
 def test_law_holds_for_the_right_implementation_on_the_same_draws(law: Law) -> None:
-    processes = any(surface in law.surfaces for surface in ("sharded_step", "streaming_step"))
-    assert try_law(law, PaddingFree(), "qwen3", examples=3 if processes else 8).status is Status.HOLDS
+    assert try_law(law, PaddingFree(), "qwen3", examples=3 if set(law.surfaces) & set(PROCESSES) else 8).finding is None
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

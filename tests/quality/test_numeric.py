@@ -25,7 +25,7 @@ def test_every_text_model_has_a_row_or_a_reason() -> None:
 def test_the_gap_is_open(dtype: str, model: str) -> None:
     row, own = NUMERIC[dtype, model], drawn(cases(model, **numeric.DRAW), FAULT_CASES, of=1)
     assert 2 * row.noise <= row.bound <= row.fault / 2
-    found = noise(dtype, own[:CASES])
+    found = noise([dtype], own[:CASES])[dtype]
     assert found <= row.bound / 2, f"noise has grown to {found:.3g}"
     least = min(effects(dtype, own).items(), key=lambda effect: effect[1])
     assert least[1] >= 2 * row.bound, f"{least[0]} moves an embedding by {least[1]:.3g} at most"
