@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from rich.console import Console
 
 from oracle import founding, golden, report, suite
@@ -143,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     sys.path.insert(0, str(Path.cwd()))  # an implementation in the current folder can be named
     torch.set_num_threads(1)  # with two threads the tiny models run many times slower
+    transformers.logging.set_verbosity_error()  # that fused kernels are missing is meant
     console = Console(width=None if sys.stdout.isatty() else 120)
     run = {"check": check, "replay": replay, "golden": compare_golden}[arguments.command]
     try:
