@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from impl import Packed, boundaries, from_stream, pack
 from impl.errors import BoundaryError, PackingError
-from impl.packing import unpack
+from impl.packing import real_tokens, unpack
 from oracle.case import Case
 from oracle.layout import packed_stream
 from oracle.models import VOCABULARY
@@ -201,3 +201,76 @@ def test_a_multimodal_stream_loses_its_slots() -> None:
     packed = from_stream(torch.tensor([9, 9, 0, 7, 0]), positions)
     assert (packed.lengths, packed.input_ids.tolist()) == ((2, 1), [9, 9, 7])
     assert packed.position_ids.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
+
+
+# --- what mutation testing found untested -----------------------------------------------------------
+
+
+def test_a_stream_by_somebody_else_has_every_field_of_one_packed_here() -> None:
+    ours = pack(SEQUENCES, "given", first_position=2)
+    theirs = from_stream(ours.input_ids, ours.position_ids, None, 2, count=4)
+    assert theirs.cu_seqlens.tolist() == [0, 3, 4, 6, 7]
+    assert theirs.cu_seqlens.dtype == torch.int32
+    assert (theirs.lengths, theirs.order) == (ours.lengths, ours.order)
+    assert torch.equal(theirs.position_ids, ours.position_ids)
+    with pytest.raises(BoundaryError, match="4 sequences found where 3 were packed: pads are numbered like one"):
+        from_stream(ours.input_ids, ours.position_ids, None, 2, count=3)
+    with pytest.raises(BoundaryError, match="3 sequences found where 4"):
+        from_stream(torch.arange(6), torch.tensor([0, 1, 2, 0, 0, 1]), [3, 1, 2], count=4)
+
+
+def test_the_shapes_that_disagree_are_named() -> None:
+    with pytest.raises(BoundaryError, match=r"of one length, found \(2,\) and \(3, 1\)$"):
+        from_stream(torch.tensor([1, 2]), torch.zeros(3, 1, dtype=torch.int64))
+
+
+def test_moving_a_batch_moves_its_three_tensors_and_nothing_else() -> None:
+    packed = pack(SEQUENCES)
+    moved = packed.to("meta")
+    assert {x.device.type for x in (moved.input_ids, moved.position_ids, moved.cu_seqlens)} == {"meta"}
+    assert (moved.lengths, moved.order) == (packed.lengths, packed.order)
+    for name in ("input_ids", "position_ids", "cu_seqlens"):
+        assert torch.equal(getattr(packed.to("cpu"), name), getattr(packed, name))
+
+
+def test_id_0_is_an_id() -> None:
+    assert pack([[0], [1, 0]], vocabulary=2).input_ids.tolist() == [0, 1, 0]
+
+
+def test_what_is_empty_is_refused_in_these_words() -> None:
+    with pytest.raises(PackingError, match=r"^the batch is empty: there is nothing to pack$"):
+        pack([])
+    with pytest.raises(BoundaryError, match=r"^lengths is empty: there is no sequence$"):
+        real_tokens(torch.tensor([0, 1]), [])
+    with pytest.raises(BoundaryError, match=r"^slot 0 is -1 before any sequence: slots may only follow one$"):
+        real_tokens(torch.tensor([-1, 0]), [1])
+
+
+def test_a_stream_of_positions_from_two_unpacks_with_and_without_lengths() -> None:
+    positions = torch.tensor([2, 3, -1, 2, -1])
+    assert real_tokens(torch.tensor([0, 1, -1, 0]), [2, 1]).tolist() == [0, 1, 3]
+    for known in ([2, 1], None):
+        assert [piece.tolist() for piece in unpack(torch.arange(5), positions, known, 2)] == [[0, 1], [3]]
+    with pytest.raises(BoundaryError, match="a sequence begins at 0"):
+        unpack(torch.arange(5), positions)
+    counted = torch.tensor([0, 1, 0, 1])  # the last two are pads: known lengths tell
+    assert [piece.tolist() for piece in unpack(torch.arange(4), counted, [2])] == [[0, 1]]
+
+
+def test_a_slot_of_a_later_sequence_is_named_by_its_place_in_the_stream() -> None:
+    positions = rows((0, 0, 0), (1, 1, 1), (0, 0, 0), (5, 5, 5))
+    with pytest.raises(BoundaryError, match=r"slot 3 holds position \(5, 5, 5\); expected 1 on all axes"):
+        real_tokens(positions, [2, 2])
+    wide = rows((0, 0, 0), (0, 0, 1), (9, 9, 9))
+    with pytest.raises(BoundaryError, match=r"expected 2 on all axes, or a new sequence.s 0"):
+        boundaries(wide)
+    several = rows((0, 0, 0), (7, 0, 0), (9, 9, 9))
+    with pytest.raises(BoundaryError, match=r"expected 1 or 8 on all axes"):
+        boundaries(several)
+
+
+def test_frames_at_one_time_end_a_sequence_only_at_the_origin() -> None:
+    video = [(0, 0, 0), (1, 1, 1), (1, 1, 2), (3, 1, 1), (3, 1, 2)]
+    assert boundaries(rows(*video)) == [5]
+    assert boundaries(rows(*video, (4, 4, 4))) == [6]
+    assert boundaries(rows(*video, (0, 0, 0), (0, 0, 1))) == [5, 2]
