@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 from hypothesis import strategies as st
 
@@ -88,17 +89,17 @@ def options(pooling: str = "last") -> st.SearchStrategy[Options]:
 
 @cache
 def group_options(loss: str = "infonce") -> st.SearchStrategy[Options]:
-    """Every option of the losses over groups."""
-    return st.builds(
+    """Every option of the losses over groups; each of them alone as often as with others."""
+    names = ("mask_fake_negative", "include_qq", "include_dd")
+    chosen = st.sampled_from([taken for count in range(len(names) + 1) for taken in combinations(names, count)])
+    plain = st.builds(
         Options,
         temperature=st.sampled_from([0.1, 1.0, 0.05]),
         use_batch=st.sampled_from([True, True, True, False]),
         loss=st.just(loss),
-        mask_fake_negative=st.booleans(),
         fake_negative_margin=st.sampled_from([0.1, 0.0, 0.25]),
-        include_qq=st.booleans(),
-        include_dd=st.booleans(),
     )
+    return st.builds(lambda options, taken: replace(options, **dict.fromkeys(taken, True)), plain, chosen)
 
 
 @st.composite

@@ -70,7 +70,7 @@ def infonce_equals_its_definition(implementation: Any, case: Case) -> None:
     _equals_definition(implementation, case)
 
 
-@law("loss", share=40, loss="infonce")
+@law("loss", share=60, loss="infonce")
 def every_option_equals_its_definition(implementation: Any, case: Case) -> None:
     """So they do with fake-negative masking, other anchors and documents against the positive."""
     _equals_definition(implementation, case)
@@ -82,7 +82,7 @@ def hard_negatives_equal_their_definition(implementation: Any, case: Case) -> No
     _equals_definition(implementation, case)
 
 
-@law("loss", share=15, loss="matryoshka")
+@law("loss", share=25, loss="matryoshka")
 def matryoshka_equals_its_definition(implementation: Any, case: Case) -> None:
     """The weighted losses of renormalised prefixes, summed."""
     _equals_definition(implementation, case)

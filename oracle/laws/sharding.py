@@ -230,7 +230,7 @@ def batches_beside_each_other_equal_one_process(implementation: Any, case: Case)
     _equal_one_process(implementation, case)
 
 
-@law("streaming_step", share=4, meshes=((1, 2, 1), (1, 4, 1), (2, 2, 1)))
+@law("streaming_step", share=7, meshes=((1, 2, 1), (1, 4, 1), (2, 2, 1)))
 def a_streaming_ring_is_within_a_grid_step(implementation: Any, case: Case) -> None:
     """With a running log-sum-exp, in plain float64: within 2^-36 of one process, gradients over their largest."""
     case = warmed(case)

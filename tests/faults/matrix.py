@@ -1,7 +1,8 @@
 """The kill matrix: every planted fault before the suite, and before the check styles of other projects.
 
 python -m tests.faults.matrix            prints it; the last line is KILLED k of n, and a survivor fails
-python -m tests.faults.matrix --write    stores it as well: matrix.json, MATRIX.md and the README's table
+python -m tests.faults.matrix --write    stores it as well: matrix.json, MATRIX.md and the README's table;
+                                         with --only ID ... these rows alone are measured and put in their places
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -33,6 +34,9 @@ from tests.faults.catalogue import KINDS, Fault, catalogue
 FOLDER = Path(__file__).parent
 STORED, TABLE, README = FOLDER / "matrix.json", FOLDER / "MATRIX.md", FOLDER.parents[1] / "README.md"
 BEGIN, END = "<!-- kill matrix: python -m tests.faults.matrix --write -->", "<!-- end of the kill matrix -->"
+
+
+Measurement = Callable[[Sequence[str], int], "list[Row]"]
 
 
 @dataclass
@@ -54,14 +58,14 @@ class Row:
     summary: str = ""
     styles: dict[str, bool] = field(default_factory=dict)
     reach: bool = True
+    date: str = ""
+    commit: str = ""
 
 
 @dataclass
 class Matrix:
     """All rows, and what they were measured with."""
 
-    date: str
-    commit: str
     versions: dict[str, str]
     seeds: int
     rows: list[Row]
@@ -84,6 +88,17 @@ def measured(identities: Sequence[str], seeds: int) -> list[Row]:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     return [_row(fault, seeds) for fault in catalogue() if fault.id in identities]
+
+
+def compared(identities: Sequence[str], seeds: int) -> list[Row]:
+    """The stored rows of some faults, with the styles' verdicts measured anew."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    stored = {row.fault: row for row in load().rows}
+    own = [fault for fault in catalogue() if fault.id in identities]
+    for fault in own:
+        stored[fault.id].styles = {style.name: styles.caught(style, fault) for style in styles.STYLES}
+    return [stored[fault.id] for fault in own]
 
 
 def _row(fault: Fault, seeds: int) -> Row:
@@ -110,13 +125,13 @@ def _row(fault: Fault, seeds: int) -> Row:
     )
 
 
-def measure(faults: Sequence[Fault], seeds: int, console: Console) -> Matrix:
+def measure(faults: Sequence[Fault], seeds: int, console: Console, one: Measurement = measured) -> Matrix:
     """Every fault, over the machine's cores."""
     rows: dict[str, Row] = {}
     workers = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     with Progress(console=console, transient=True) as progress, workers as pool:
         bar = progress.add_task("faults", total=len(faults))
-        pending = [pool.submit(measured, own, seeds) for own in _portions(faults)]
+        pending = [pool.submit(one, own, seeds) for own in _portions(faults)]
         for done in as_completed(pending):
             for row in done.result():
                 rows[row.fault] = row
@@ -125,8 +140,15 @@ def measure(faults: Sequence[Fault], seeds: int, console: Console) -> Matrix:
                     console.print(_line(row), soft_wrap=True, highlight=False, markup=False)
     alarms = {style.name: styles.alarms(style) for style in styles.STYLES}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    today = datetime.now(UTC).date().isoformat()
-    return Matrix(today, commit.stdout.strip(), versions(), seeds, [rows[fault.id] for fault in faults], alarms)
+    for row in rows.values() if one is measured else ():
+        row.date, row.commit = datetime.now(UTC).date().isoformat(), commit.stdout.strip()
+    return Matrix(versions(), seeds, [rows[fault.id] for fault in faults], alarms)
+
+
+def merged(stored: Matrix, anew: Matrix) -> Matrix:
+    """The stored matrix with some rows measured anew, in the catalogue's order."""
+    rows = {row.fault: row for row in [*stored.rows, *anew.rows]}
+    return Matrix(anew.versions, anew.seeds, [rows[fault.id] for fault in catalogue()], anew.alarms)
 
 
 def _portions(faults: Sequence[Fault]) -> Iterator[list[str]]:
@@ -191,7 +213,7 @@ def summary(matrix: Matrix) -> list[str]:
     links = len({row.url for row in matrix.rows if row.url})
     return [
         f"{killed_line(matrix)} planted faults, {links} of them public bugs, over {matrix.seeds} seeds each, "
-        f"torch {matrix.versions['torch']}, {matrix.date}:",
+        f"torch {matrix.versions['torch']}, {max(row.date for row in matrix.rows)}:",
         "",
         *_table(("kind", "killed", "public", "examples to kill, median", "seconds"), kinds),
         "",
@@ -260,13 +282,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.matrix", description=__doc__)
     parser.add_argument("--seeds", type=int, default=trial.SEEDS)
     parser.add_argument("--only", nargs="*", help="ids of faults")
+    parser.add_argument("--styles", action="store_true", help="only the styles' part, of the stored rows")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     faults = [fault for fault in catalogue() if not given.only or fault.id in given.only]
-    matrix = measure(faults, given.seeds, console)
+    matrix = measure(faults, given.seeds, console, compared if given.styles else measured)
     if given.write:
-        write(matrix)
+        write(merged(load(), matrix) if given.only else matrix)
     for lines in (map(_line, matrix.rows), style_lines(matrix)):
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -25,7 +25,7 @@ GROUPS: Features = {
     "other anchors as candidates": (0.25, lambda c: c.options.include_qq),
     "documents against the positive": (0.25, lambda c: c.options.include_dd),
     "other anchors, nothing else": (
-        0.04,
+        0.06,
         lambda c: (
             c.options.include_qq
             and c.options.use_batch
