@@ -226,11 +226,14 @@ class ItselfAmongTheAnchors(_InfoNCE):
     """With other anchors as candidates each anchor meets itself too, the most similar of all."""
 
     def infonce(self, embeddings: Tensor, labels: Labels, options: Any) -> Tensor:
-        if not options.include_qq or options.include_dd or options.mask_fake_negative or not options.use_batch:
+        if not options.include_qq or options.mask_fake_negative or not options.use_batch:
             return self.right(embeddings, labels, options)
         anchors, documents, target, _ = _parts(embeddings, labels)
-        logits = torch.cat([anchors @ documents.T, anchors @ anchors.T], dim=1)
-        return cross_entropy(logits / options.temperature, target)
+        parts = [anchors @ documents.T]
+        if options.include_dd:
+            parts.append((documents[target] @ documents.T).scatter(1, target.unsqueeze(1), -torch.inf))
+        parts.append(anchors @ anchors.T)
+        return cross_entropy(torch.cat(parts, dim=1) / options.temperature, target)
 
 
 @planted("losses.hard_negatives_equal_their_definition", "modelscope/ms-swift/pull/10068")
