@@ -324,10 +324,13 @@ class Pool:
 
     @staticmethod
     def _raise(answers: dict[int, Any], asked: int, together: int) -> None:
-        """The error that came first, unless it is that a whole batch was declined."""
+        """A death, which makes others raise before it is seen; else the error that came first, unless it is that a
+        whole batch was declined.
+        """
         for rank, answer in answers.items():
             if isinstance(answer, _DiedError):
                 raise RankError(f"rank {rank} of {asked} died")
+        for rank, answer in answers.items():
             if isinstance(answer, RankError) and not isinstance(answer, RankDeclinedError):
                 raise RankError(f"rank {rank} of {asked} raised {answer}")
             if isinstance(answer, ExactError):
