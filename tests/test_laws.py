@@ -9,7 +9,7 @@ from hypothesis.database import ExampleDatabase
 
 from oracle.contract import offers
 from oracle.laws import LAWS, Law
-from oracle.models import MODELS
+from oracle.models import MODELS, kind
 from oracle.suite import Status, canary, shares, try_law
 
 # The default model gets all cases; each other one a share, for it only adds what its own layers do.
@@ -21,6 +21,8 @@ SHARDED = ("mistral", "bert", "qwen3-moe")
 
 
 def _model_matters(law: Law, model: str) -> bool:
+    if kind(model).longest <= law.draw.get("beyond", 0):
+        return False
     if law.family == "sharding":
         return "sharded_step" in law.surfaces and model in SHARDED
     return law.family in ("isolation", "agreement")

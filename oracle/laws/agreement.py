@@ -69,6 +69,8 @@ def embeddings_equal_the_padded_ones(implementation: Any, case: Case) -> None:
 @law("encode", share=8, beyond=256)
 def positions_beyond_256_equal_the_padded_ones(implementation: Any, case: Case) -> None:
     """So does that of a text of more than 256 tokens, where bfloat16 no longer holds every position."""
+    if kind(case.model).longest <= 256:
+        raise NotImplementedError
     difference = compare_embeddings(_expected(case, case.rows), _encoded(implementation, case))
     _refuse(difference, case, "against padded rows")
 
