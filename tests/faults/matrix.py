@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 
 from oracle.suite import versions
 from tests.faults import styles, trial
 from tests.faults.catalogue import KINDS, Fault, catalogue
+from tests.measuring import stamp, workers
 
 FOLDER = Path(__file__).parent
 STORED, TABLE, README = FOLDER / "matrix.json", FOLDER / "MATRIX.md", FOLDER.parents[1] / "README.md"
@@ -85,15 +80,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def measured(identities: Sequence[str], seeds: int) -> list[Row]:
     """Some faults, in one process."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     return [_row(fault, seeds) for fault in catalogue() if fault.id in identities]
 
 
 def compared(identities: Sequence[str], seeds: int) -> list[Row]:
     """The stored rows of some faults, with the styles' verdicts measured anew."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     stored = {row.fault: row for row in load().rows}
     own = [fault for fault in catalogue() if fault.id in identities]
     for fault in own:
@@ -122,14 +113,14 @@ def _row(fault: Fault, seeds: int) -> Row:
         found.summary,
         {style.name: styles.caught(style, fault) for style in styles.STYLES},
         styles.within_reach(fault),
+        **stamp(),
     )
 
 
 def measure(faults: Sequence[Fault], seeds: int, console: Console, one: Measurement = measured) -> Matrix:
     """Every fault, over the machine's cores."""
     rows: dict[str, Row] = {}
-    workers = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
-    with Progress(console=console, transient=True) as progress, workers as pool:
+    with Progress(console=console, transient=True) as progress, workers() as pool:
         bar = progress.add_task("faults", total=len(faults))
         pending = [pool.submit(one, own, seeds) for own in _portions(faults)]
         for done in as_completed(pending):
@@ -139,9 +130,6 @@ def measure(faults: Sequence[Fault], seeds: int, console: Console, one: Measurem
                 if not console.is_terminal:
                     console.print(_line(row), soft_wrap=True, highlight=False, markup=False)
     alarms = {style.name: styles.alarms(style) for style in styles.STYLES}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    for row in rows.values() if one is measured else ():
-        row.date, row.commit = datetime.now(UTC).date().isoformat(), commit.stdout.strip()
     return Matrix(versions(), seeds, [rows[fault.id] for fault in faults], alarms)
 
 
@@ -183,13 +171,21 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[st
 
 def killed_line(matrix: Matrix) -> str:
     """The last line of every run."""
-    return f"KILLED {len(matrix.rows) - len(matrix.survivors)} of {len(matrix.rows)}"
+    return f"KILLED {_killed(matrix.rows)}"
 
 
 def style_lines(matrix: Matrix) -> Iterator[str]:
     """Each style's count, in words."""
     for style in styles.STYLES:
-        yield f"{style.name}: killed {sum(row.styles[style.name] for row in matrix.rows)} of {len(matrix.rows)}"
+        yield f"{style.name}: killed {_caught(style, matrix.rows)}"
+
+
+def _caught(style: styles.Style, rows: Sequence[Row]) -> str:
+    return f"{sum(row.styles[style.name] for row in rows)} of {len(rows)}"
+
+
+def _killed(rows: Sequence[Row]) -> str:
+    return f"{sum(row.killed == row.seeds for row in rows)} of {len(rows)}"
 
 
 def summary(matrix: Matrix) -> list[str]:
@@ -197,32 +193,22 @@ def summary(matrix: Matrix) -> list[str]:
     kinds = []
     for kind in KINDS:
         own = [row for row in matrix.rows if row.kind == kind]
-        killed = sum(row.killed == row.seeds for row in own)
         examples = statistics.median([row.median for row in own])
         seconds = statistics.median([row.seconds for row in own])
-        kinds.append(
-            (kind, f"{killed} of {len(own)}", sum(bool(row.url) for row in own), f"{examples:.0f}", f"{seconds:.1f}")
-        )
+        kinds.append((kind, _killed(own), sum(bool(row.url) for row in own), f"{examples:.0f}", f"{seconds:.1f}"))
     reach = [row for row in matrix.rows if row.reach]
-    compared = [("**this suite**", killed_line(matrix).removeprefix("KILLED "), f"{_all(reach)} of {len(reach)}", 0)]
+    checks = [("**this suite**", _killed(matrix.rows), _killed(reach), 0)]
     for style in styles.STYLES:
-        caught = sum(row.styles[style.name] for row in matrix.rows)
-        near = sum(row.styles[style.name] for row in reach)
-        told = f"{caught} of {len(matrix.rows)}", f"{near} of {len(reach)}", matrix.alarms[style.name]
-        compared.append((style.name, *told))
+        checks.append((style.name, _caught(style, matrix.rows), _caught(style, reach), matrix.alarms[style.name]))
     links = len({row.url for row in matrix.rows if row.url})
     return [
-        f"{killed_line(matrix)} planted faults, {links} of them public bugs, over {matrix.seeds} seeds each, "
+        f"{killed_line(matrix)} planted faults, of {links} public bugs and our own, over {matrix.seeds} seeds each, "
         f"torch {matrix.versions['torch']}, {max(row.date for row in matrix.rows)}:",
         "",
         *_table(("kind", "killed", "public", "examples to kill, median", "seconds"), kinds),
         "",
-        *_table(("check", "kills", "of those that change an embedding, a loss or a step", "false alarms"), compared),
+        *_table(("check", "kills", "of those that change an embedding, a loss or a step", "false alarms"), checks),
     ]
-
-
-def _all(rows: Sequence[Row]) -> int:
-    return sum(row.killed == row.seeds for row in rows)
 
 
 def full(matrix: Matrix) -> list[str]:

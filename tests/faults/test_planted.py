@@ -41,7 +41,8 @@ def test_a_fault_is_killed_by_its_law_and_shrunk(fault: Fault, title: str) -> No
     if title == fault.laws[0] and fault.smallest is not None:
         assert sum(lengths) == sum(fault.smallest), result.finding
     else:
-        assert len(lengths) <= 26, lengths  # ranks, and layouts that few draws reach, shrink least
+        most = 26 if title.startswith("ranks.") else 12  # four groups at least, in processes: few shrinks fit the time
+        assert len(lengths) <= most, lengths
 
 
 PROCESSES = ("rank_loss", "sharded_step", "streaming_step")
@@ -53,7 +54,8 @@ BRIEF = [
 
 @pytest.mark.parametrize("law", BRIEF)
 def test_law_holds_for_the_right_implementation_on_the_same_draws(law: Law) -> None:
-    assert try_law(law, PaddingFree(), "qwen3", examples=3 if set(law.surfaces) & set(PROCESSES) else 8).finding is None
+    examples = 3 if set(law.surfaces) & set(PROCESSES) else 8
+    assert try_law(law, PaddingFree(), "qwen3", examples).status is Status.HOLDS
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

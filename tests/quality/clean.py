@@ -10,23 +10,18 @@ import argparse
 import ast
 import hashlib
 import json
-import multiprocessing
-import os
-import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import oracle
 from impl import PaddingFree
 from oracle.laws import LAWS, Law
 from oracle.suite import shares, try_law, versions
+from tests.measuring import stamp, workers
 
 CASES = 100_000
 RECORD = Path(__file__).with_name("clean.json")
@@ -66,8 +61,6 @@ def stale(record: dict[str, Clean]) -> list[Law]:
 
 def run(title: str, cases: int, seed: int) -> tuple[str, int, str]:
     """The cases that one law tried on the right implementation, and its alarm, or nothing."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     law = next(law for law in LAWS if law.title == title)
     result = try_law(law, PaddingFree(), "qwen3", cases, seed)
     told = "" if result.finding is None else f"{result.finding.summary} {result.finding.case.to_json()}"
@@ -85,18 +78,16 @@ def main() -> int:
     record = {} if given.anew else load()
     # The longest first, so that no core waits at the end.
     waiting = sorted(stale(record), key=lambda law: ("step" not in str(law.surfaces), -wanted[law.title]))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    today, alarms = datetime.now(UTC).date().isoformat(), 0
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    alarms = 0
+    with workers() as pool:
         laws = {law.title: law for law in waiting}
         pending = [pool.submit(run, title, wanted[title], given.seed) for title in laws]
         for done in as_completed(pending):
             title, cases, alarm = done.result()
             alarms += bool(alarm)
             print(f"{title}: {cases} cases{', ALARM ' + alarm if alarm else ''}", flush=True)
-            record[title] = Clean(
-                cases, int(bool(alarm)), today, commit.stdout.strip(), versions(), given.seed, digest(laws[title])
-            )
+            told = {"versions": versions(), "seed": given.seed, "digest": digest(laws[title])}
+            record[title] = Clean(cases, int(bool(alarm)), **stamp(), **told)
             ordered = {law.title: asdict(record[law.title]) for law in LAWS if law.title in record}
             RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     print(f"CLEAN {sum(each.cases for each in record.values())} cases, {alarms} alarms")

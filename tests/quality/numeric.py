@@ -9,14 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-
-import torch
-import transformers
 
 from impl import PaddingFree
 from oracle import numeric
@@ -26,6 +20,7 @@ from oracle.strategies import cases
 from oracle.tolerances import Tolerance
 from tests.drawing import drawn
 from tests.faults.catalogue import catalogue
+from tests.measuring import workers
 
 CASES, FAULT_CASES = 10_000, 40
 TEXT = [name for name, each in MODELS.items() if not each.visual and name != "qwen3-mha"]
@@ -73,8 +68,6 @@ def effects(dtype: str, own: list[Case]) -> dict[str, float]:
 
 def measured(model: str, count: int) -> dict[str, Tolerance]:
     """One model's rows of the table, by dtype."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     own = drawn(cases(model, **numeric.DRAW), count, of=1)
     low = noise(numeric.DTYPES, own)
     high = {dtype: min(effects(dtype, own[:FAULT_CASES]).values()) for dtype in low}
@@ -86,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.quality.numeric", description=__doc__)
     parser.add_argument("--cases", type=int, default=CASES)
     count = parser.parse_args().cases
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+    with workers() as pool:
         rows = {model: pool.submit(measured, model, count) for model in TEXT}
         for model, row in rows.items():
             for dtype, found in row.result().items():

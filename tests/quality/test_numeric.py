@@ -11,9 +11,9 @@ from oracle.suite import Status, try_law
 from oracle.tolerances import NUMERIC
 from tests.drawing import drawn
 from tests.faults.pooling import SecondLastPooled
-from tests.quality.numeric import TEXT, effects, noise
+from tests.quality.numeric import FAULT_CASES, TEXT, effects, noise
 
-CASES, FAULT_CASES = 48, 12
+CASES = 48
 PAIRS = sorted(NUMERIC)
 
 
@@ -24,11 +24,11 @@ def test_every_text_model_has_a_row_or_a_reason() -> None:
 @pytest.mark.parametrize(("dtype", "model"), PAIRS, ids=[f"{dtype}-{model}" for dtype, model in PAIRS])
 def test_the_gap_is_open(dtype: str, model: str) -> None:
     row, own = NUMERIC[dtype, model], drawn(cases(model, **numeric.DRAW), CASES, of=1)
-    assert 1.5 * row.noise <= row.bound <= row.fault / 2
+    assert 2 * row.noise <= row.bound <= row.fault / 2
     found = noise([dtype], own)[dtype]
-    assert found <= row.bound / 1.5, f"noise has grown to {found:.3g}"
+    assert found <= row.bound / 2, f"noise has grown to {found:.3g}"
     least = min(effects(dtype, own[:FAULT_CASES]).items(), key=lambda effect: effect[1])
-    assert least[1] >= row.bound, f"{least[0]} moves an embedding by {least[1]:.3g} at most"
+    assert least[1] >= 2 * row.bound, f"{least[0]} moves an embedding by {least[1]:.3g} at most"
 
 
 def test_the_law_of_a_precision_holds_for_the_right_and_kills_a_fault() -> None:
