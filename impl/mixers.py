@@ -59,7 +59,11 @@ def _by_runs(self: nn.Module, hidden_states: Tensor, *arguments: Any, packing: A
 
 def install(model: PreTrainedModel) -> None:
     """Keeps the model's mixers within their sequences wherever a call brings its ``packing``; for good."""
-    for mixer in mixers(model):
+    _install(mixers(model))
+
+
+def _install(found: list[nn.Module]) -> None:
+    for mixer in found:
         mixer.forward = MethodType(_by_runs, mixer)
 
 
@@ -67,7 +71,7 @@ def install(model: PreTrainedModel) -> None:
 def within_sequences(model: PreTrainedModel) -> Iterator[None]:
     """``install`` for a while."""
     changed = [mixer for mixer in mixers(model) if "forward" not in vars(mixer)]
-    install(model)
+    _install(changed)
     try:
         yield
     finally:

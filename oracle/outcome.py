@@ -153,13 +153,7 @@ FACTORS = {2: "twice", 4: "four times", 0.5: "half", 0.25: "a quarter of", -1: "
 def _multiple(expected: Tensor, found: Tensor) -> str:
     """Where everything is wrong by one factor, which it is: a rank counted twice, or not at all."""
     a, b = (x.detach().cpu().numpy() for x in (expected, found))
-    for factor, told in (
-        (2, "twice"),
-        (4, "four times"),
-        (0.5, "half"),
-        (0.25, "a quarter of"),
-        (-1, "the negative of"),
-    ):
+    for factor, told in FACTORS.items():
         if a.size > 1 and np.abs(b - factor * a).max() <= 1e-3 * np.abs(factor * a).max():
             return f"; it is {told} what it should be"
     return ""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from impl import Packed, PaddingFree, encoder
+from impl import Packed, PaddingFree, attention, encoder
 from oracle import reference
 from oracle.case import Rows
 from oracle.layout import PaddedRows, padded_rows
@@ -35,11 +34,10 @@ def unit(vectors: Tensor) -> Tensor:
     return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-12)
 
 
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another attribute for a while."""
-    with mock.patch.object(owner, name, value):
-        yield
+def merged(packed: Packed) -> Packed:
+    """The stream as one sequence, for whom it concerns."""
+    whole = len(packed.input_ids)
+    return replace(packed, lengths=(whole,), order=(0,), cu_seqlens=torch.tensor([0, whole], dtype=torch.int32))
 
 
 class Encoding(PaddingFree):
@@ -63,8 +61,6 @@ class Backend(Encoding):
         raise NotImplementedError
 
     def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
-        from impl import attention
-
         attention.register("planted", self.attend)
         return encoder.encode(model, packed, pooling, "planted")
 

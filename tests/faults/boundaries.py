@@ -27,6 +27,18 @@ class _FromPositions(PaddingFree):
         return self.recover(position_ids)
 
 
+class _FromRows(PaddingFree):
+    """Faults of ``recover``, which is given mRoPE's rows of position ids [3 or 4, T]; other forms are right."""
+
+    def recover(self, rows: Tensor) -> list[int]:
+        raise NotImplementedError
+
+    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
+        if position_ids is None or position_ids.dim() == 1:
+            return super().boundaries(position_ids, **given)
+        return self.recover(position_ids)
+
+
 @planted("boundaries.slots_at_the_tail_change_nothing", smallest=[1, 2])
 class TailSlotsCounted(_FromPositions):
     """Slots at the tail are counted into the last sequence."""
@@ -165,44 +177,36 @@ class NeighboursShareALastToken(_FromPositions):
 
 
 @planted("multimodal.mrope_rows_give_the_lengths", "huggingface/transformers/pull/40490", smallest=[1, 2])
-class TemporalRow(PaddingFree):
+class TemporalRow(_FromRows):
     """The first of mRoPE's rows is taken for the text's positions."""
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
-        if position_ids is None or position_ids.dim() == 1:
-            return super().boundaries(position_ids, **given)
-        row = position_ids[-3]
+    def recover(self, rows: Tensor) -> list[int]:
+        row = rows[-3]
         real = row[row >= 0]
         return _between([*(real == 0).nonzero().flatten().tolist(), len(real)])
 
 
 @planted("multimodal.mrope_rows_give_the_lengths", "QwenLM/Qwen3.8/issues/104", smallest=[1, 2])
-class RowsAreABatch(PaddingFree):
+class RowsAreABatch(_FromRows):
     """Three rows of mRoPE are read as a batch of three texts, one after another."""
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
-        if position_ids is None or position_ids.dim() == 1:
-            return super().boundaries(position_ids, **given)
-        flat = position_ids.flatten()
+    def recover(self, rows: Tensor) -> list[int]:
+        flat = rows.flatten()
         return _between([*(flat == 0).nonzero().flatten().tolist(), len(flat)])
 
 
 @planted("multimodal.mrope_rows_give_the_lengths", "verl-project/verl/pull/7137", smallest=[1, 2])
-class RowLengthsAddUp(PaddingFree):
+class RowLengthsAddUp(_FromRows):
     """Each of mRoPE's rows counts as one sequence: cumulative lengths 0, T, 2 T, 3 T."""
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
-        if position_ids is None or position_ids.dim() == 1:
-            return super().boundaries(position_ids, **given)
-        return [position_ids.shape[1]] * len(position_ids)
+    def recover(self, rows: Tensor) -> list[int]:
+        return [rows.shape[1]] * len(rows)
 
 
 @planted("multimodal.mrope_rows_of_no_sequence_are_refused", smallest=[1, 2])
-class OriginBegins(PaddingFree):
+class OriginBegins(_FromRows):
     """A sequence begins wherever all rows are 0, and nothing else is looked at."""
 
-    def boundaries(self, position_ids: Tensor | None = None, **given: Any) -> list[int]:
-        if position_ids is None or position_ids.dim() == 1:
-            return super().boundaries(position_ids, **given)
-        real = position_ids[:, position_ids[0] >= 0]
+    def recover(self, rows: Tensor) -> list[int]:
+        real = rows[:, rows[0] >= 0]
         return _between([*(real == 0).all(0).nonzero().flatten().tolist(), real.shape[1]])

@@ -19,8 +19,8 @@ from tests.faults.base import (
     Encoding,
     attention_by_mask,
     in_window,
+    merged,
     owners,
-    patched,
     unit,
 )
 from tests.faults.catalogue import planted
@@ -28,12 +28,6 @@ from tests.faults.catalogue import planted
 Window = tuple[int, int]
 EMBEDDINGS = "agreement.embeddings_equal_the_padded_ones"
 TOKENS = "isolation.other_sequences_tokens_do_not_matter"
-
-
-def _merged(packed: Packed) -> Packed:
-    """The stream as one sequence, for whom it concerns."""
-    whole = len(packed.input_ids)
-    return replace(packed, lengths=(whole,), order=(0,), cu_seqlens=torch.tensor([0, whole], dtype=torch.int32))
 
 
 def _last(states: Tensor, packed: Packed) -> Tensor:
@@ -48,7 +42,7 @@ class NoBoundariesInAttention(Encoding):
     """Positions begin anew with every sequence, which is thought to isolate: attention takes the stream for one."""
 
     def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
-        return _last(encoder.hidden_states(model, _merged(packed), self.backend), packed)
+        return _last(encoder.hidden_states(model, merged(packed), self.backend), packed)
 
 
 @planted("isolation.order_does_not_matter", "unslothai/unsloth/issues/1207", smallest=[1, 1])
@@ -56,7 +50,7 @@ class SimplyConcatenated(Encoding):
     """Texts one after another, nothing else: positions count on, attention takes the stream for one sequence."""
 
     def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
-        running = replace(_merged(packed), position_ids=torch.arange(len(packed.input_ids)))
+        running = replace(merged(packed), position_ids=torch.arange(len(packed.input_ids)))
         return _last(encoder.hidden_states(model, running, self.backend), packed)
 
 
@@ -282,7 +276,7 @@ class SecondLayerForgets(Backend):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: Window, scale: float) -> Tensor:
         self.layer += 1
-        return attention.sdpa(q, k, v, packed if self.layer == 1 else _merged(packed), window, scale)
+        return attention.sdpa(q, k, v, packed if self.layer == 1 else merged(packed), window, scale)
 
 
 # --- convolution and recurrence beside attention ----------------------------------------------------
@@ -319,7 +313,7 @@ class _Mixers(Encoding):
 
     def embed(self, model: PreTrainedModel, packed: Packed, pooling: str) -> Tensor:
         with ExitStack() as stack:
-            stack.enter_context(patched(mixers, "within_sequences", lambda model: nullcontext()))
+            stack.enter_context(mock.patch.object(mixers, "within_sequences", nullcontext))
             module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
             for name, axis in self.kept:
                 apart = _by_sequences(getattr(module, name), axis, packed.lengths)

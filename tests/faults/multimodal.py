@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from impl import PaddingFree, encoder, multimodal, packing
 from impl.surface import _through_slots
 from oracle.images import model_inputs
+from tests.faults.base import merged, unit
 from tests.faults.catalogue import planted
 
 PADDED = "multimodal.images_and_text_equal_the_padded_ones"
@@ -112,10 +113,8 @@ class IsolationForTextAlone(_Multimodal):
 
     def embed(self, model: PreTrainedModel, packed: packing.Packed, images: Images) -> Tensor:
         shown = multimodal.in_stream_order(packed, images)
-        whole = len(packed.input_ids)
-        merged = replace(packed, lengths=(whole,), order=(0,), cu_seqlens=torch.tensor([0, whole], dtype=torch.int32))
-        states = encoder.hidden_states(model, merged, inputs=model_inputs([shown]))
-        return torch.nn.functional.normalize(encoder.pool(states, packed), dim=-1)
+        states = encoder.hidden_states(model, merged(packed), inputs=model_inputs([shown]))
+        return unit(encoder.pool(states, packed))
 
 
 @planted(PADDED)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from impl import PaddingFree, distributed, packing, sharding
-from tests.faults.base import patched
 from tests.faults.catalogue import planted
 
 IDENTITY = "sharding.split_then_gather_is_the_identity"
@@ -71,7 +71,7 @@ class PositionsWithinTheShard(PaddingFree):
             first = torch.searchsorted(sequence, sequence)
             return sequence, torch.arange(len(tokens)) - first
 
-        with patched(sharding.Plan, "position", local):
+        with mock.patch.object(sharding.Plan, "position", local):
             return super().sharded_attention(*arguments)
 
 
@@ -83,7 +83,7 @@ class GradientOverShards(PaddingFree):
         def over_data(infonce_loss: Any, embeddings: Tensor, labels: Tensor, ranks: Any) -> Tensor:
             return distributed.infonce(infonce_loss, embeddings, labels, ranks.data)
 
-        with patched(sharding, "loss", over_data):
+        with mock.patch.object(sharding, "loss", over_data):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -103,7 +103,7 @@ class LastTokenOnTheFirstRank(PaddingFree):
             ]
             return torch.nn.functional.normalize(whole[torch.tensor(wanted)], dim=-1)
 
-        with patched(sharding, "encode", encode):
+        with mock.patch.object(sharding, "encode", encode):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -118,7 +118,7 @@ class LastBlockForgotten(PaddingFree):
             last = (mine + 1) % plan.ring
             return [] if source == last != mine else right(plan, mine, source, *rest)
 
-        with patched(sharding.Plan, "pieces", pieces):
+        with mock.patch.object(sharding.Plan, "pieces", pieces):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -130,7 +130,7 @@ class OwnBatchsLoss(PaddingFree):
         def own(infonce_loss: Any, embeddings: Tensor, labels: Tensor, ranks: Any) -> Tensor:
             return distributed.for_averaging(infonce_loss(embeddings, labels), ranks.sequence)
 
-        with patched(sharding, "loss", own):
+        with mock.patch.object(sharding, "loss", own):
             return super().sharded_step(model, case, groups, streaming)
 
 
@@ -150,7 +150,7 @@ class RunningMaximumForgotten(PaddingFree):
                 out.add_(p @ met.v)
             return [out / total for out, total in zip(outs, totals, strict=True)], tops, totals
 
-        with patched(sharding.ring, "_one_round", one_round):
+        with mock.patch.object(sharding.ring, "_one_round", one_round):
             return super().streaming_step(model, case, groups)
 
 
@@ -248,5 +248,5 @@ class CausalFromTheBottomRight(PaddingFree):
                 found.append((rows, cols, hidden | above))
             return found
 
-        with patched(sharding.Plan, "pieces", pieces):
+        with mock.patch.object(sharding.Plan, "pieces", pieces):
             return super().sharded_attention(*arguments)

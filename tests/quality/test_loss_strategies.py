@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from hypothesis.strategies import SearchStrategy
 
 from oracle.case import Case
 from oracle.ranks import spread
 from oracle.strategies import long_cases, loss_cases
-from tests.drawing import drawn
+from tests.drawing import Features, check_features, drawn
 
 DRAWS = 400
-Features = dict[str, tuple[float, Callable[[Case], bool]]]
 
 GROUPS: Features = {
     "a group without negatives": (0.30, lambda c: any(not g.negatives for g in c.groups)),
@@ -70,10 +68,5 @@ LONG: Features = {
     ],
     ids=["groups", "hard negatives", "ranks", "long texts"],
 )
-def test_features_are_drawn_often_enough(strategy: object, features: Features) -> None:
-    cases = drawn(strategy, DRAWS)  # type: ignore[arg-type]
-    shares = {name: sum(map(has, cases)) / len(cases) for name, (_, has) in features.items()}
-    low = [
-        f"{name}: {shares[name]:.3f}, floor {floor}" for name, (floor, _) in features.items() if shares[name] < floor
-    ]
-    assert not low, "; ".join(low)
+def test_features_are_drawn_often_enough(strategy: SearchStrategy[Case], features: Features) -> None:
+    check_features(features, drawn(strategy, DRAWS))

@@ -13,7 +13,7 @@ from impl.sharding import Plan
 from oracle.case import IMAGE_ID, Case, grids
 from oracle.laws.sharding import BESIDE, RING, SIMULATED, ULYSSES
 from oracle.strategies import image_cases, mesh_cases
-from tests.drawing import drawn
+from tests.drawing import Features, check_features, drawn
 
 DRAWS = 400
 
@@ -22,7 +22,7 @@ def _in_stream(case: Case) -> list[tuple[int, ...]]:
     return [case.sequences[i] for i in case.stream.arranged(len(case.sequences))]
 
 
-IMAGES: dict[str, tuple[float, Callable[[Case], bool]]] = {
+IMAGES: Features = {
     "text only beside images": (0.40, lambda c: any(IMAGE_ID not in s for s in c.sequences)),
     "image between text": (0.20, lambda c: any(s[0] != IMAGE_ID != s[-1] and IMAGE_ID in s for s in c.sequences)),
     "image first": (0.40, lambda c: any(s[0] == IMAGE_ID for s in c.sequences)),
@@ -74,7 +74,7 @@ def _last_beside_a_slot(case: Case) -> bool:
     return any(last in beside for _, last in _ends(plan))
 
 
-MESHES: dict[str, tuple[float, Callable[[Case], bool]]] = {
+MESHES: Features = {
     "a rank with slots only": (0.05, lambda c: 0 in _plan(c).counts),
     "a last token on another rank than the first": (0.40, _last_is_elsewhere),
     "a last token at a shard's edge": (0.30, _last_at_an_edge),
@@ -84,44 +84,35 @@ MESHES: dict[str, tuple[float, Callable[[Case], bool]]] = {
     "ranks with different numbers of tokens": (0.40, lambda c: len(set(_plan(c).counts)) > 1),
 }
 
-PROCESSES: dict[str, tuple[float, Callable[[Case], bool]]] = {
+PROCESSES: Features = {
     "four ranks share a sequence": (0.20, lambda c: c.mesh.sharing == 4),
     "two ranks": (0.20, lambda c: c.mesh.ranks == 2),
     "another pooling": (0.20, lambda c: c.options.pooling != "last"),
     "a sliding window that cuts": (0.02, lambda c: c.model == "mistral" and max(c.lengths) > 4),
 }
 
-BATCHES: dict[str, tuple[float, Callable[[Case], bool]]] = {
+BATCHES: Features = {
     "batches of different sizes": (0.40, lambda c: len(c.groups) > c.mesh.data),
     "Ulysses": (0.30, lambda c: c.mesh.ulysses == 2),
     "a ring": (0.30, lambda c: c.mesh.ring == 2),
 }
 
 
-def _check(features: dict[str, tuple[float, Callable[[Case], bool]]], cases: list[Case]) -> None:
-    low = []
-    for feature, (floor, has) in features.items():
-        share = sum(map(has, cases)) / len(cases)
-        if share < floor:
-            low.append(f"{feature}: {share:.3f} of {len(cases)} cases, floor {floor}")
-    assert not low, "; ".join(low)
-
-
 def test_features_of_images_are_drawn_often_enough() -> None:
-    _check(IMAGES, drawn(image_cases(), DRAWS))
+    check_features(IMAGES, drawn(image_cases(), DRAWS))
 
 
 def test_features_of_simulated_meshes_are_drawn_often_enough() -> None:
-    _check(MESHES, drawn(mesh_cases(SIMULATED, model_matters=False), DRAWS))
+    check_features(MESHES, drawn(mesh_cases(SIMULATED, model_matters=False), DRAWS))
 
 
 @pytest.mark.parametrize("meshes", [ULYSSES, RING], ids=["ulysses", "ring"])
 def test_features_of_processes_are_drawn_often_enough(meshes: tuple[tuple[int, int, int], ...]) -> None:
-    _check(PROCESSES, drawn(mesh_cases(meshes), DRAWS))
+    check_features(PROCESSES, drawn(mesh_cases(meshes), DRAWS))
 
 
 def test_features_of_batches_beside_each_other_are_drawn_often_enough() -> None:
-    _check(BATCHES, drawn(mesh_cases(BESIDE), DRAWS))
+    check_features(BATCHES, drawn(mesh_cases(BESIDE), DRAWS))
 
 
 @pytest.mark.parametrize(
