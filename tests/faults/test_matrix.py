@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 
@@ -69,7 +70,9 @@ def test_an_implementation_without_a_fault_survives(monkeypatch: pytest.MonkeyPa
     assert trial.changed(Renamed) == set()
     begun = trial.schedule()[:100]
     monkeypatch.setattr(trial, "schedule", lambda: begun)
-    assert trial.first_kill(Fault(Renamed, ("none",)), 0) == (None, None)
+    with mock.patch.object(trial, "judge", wraps=trial.judge) as judge:
+        assert trial.first_kill(Fault(Renamed, ("none",)), 0) == (None, None)
+    assert judge.call_count == len(begun)
 
 
 def test_a_law_is_left_out_only_where_it_calls_nothing_that_was_changed() -> None:
