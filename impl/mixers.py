@@ -28,7 +28,8 @@ def mixers(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that mix tokens without attention: Qwen3-Next's gated delta rule, LFM2's short convolution.
 
     Raises:
-        BackendError: a layer of a type that is neither attention nor one of these; names it.
+        BackendError: a layer of a type that is neither attention nor one of these, or a convolution outside
+            them (Mamba's, say); names it.
     """
     text = model.get_decoder()
     found = []
@@ -39,6 +40,10 @@ def mixers(model: PreTrainedModel) -> list[nn.Module]:
         if not isinstance(mixer, nn.Module):
             raise BackendError(f"layer {at} is of type {kind}, whose boundaries padding-free encoding cannot keep")
         found.append(mixer)
+    known = {id(module) for mixer in found for module in mixer.modules()}
+    for name, module in text.named_modules():
+        if isinstance(module, nn.Conv1d) and id(module) not in known:
+            raise BackendError(f"{name} is a convolution, whose boundaries padding-free encoding cannot keep")
     return found
 
 

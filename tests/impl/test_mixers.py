@@ -52,6 +52,13 @@ def test_a_layer_that_nobody_knows_is_refused_by_name() -> None:
         impl.encode(model, pack(SEQUENCES))
 
 
+def test_a_convolution_that_no_layer_type_tells_of_is_refused_by_name() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.layers[0].mlp.conv1d = torch.nn.utils.skip_init(torch.nn.Conv1d, 4, 4, 3)
+    with pytest.raises(BackendError, match=r"layers\.0\.mlp\.conv1d is a convolution"):
+        impl.encode(model, pack(SEQUENCES))
+
+
 def test_a_mixer_cannot_be_sharded() -> None:
     with (
         pytest.raises(BackendError, match="Lfm2ShortConv mixes tokens without attention"),
