@@ -15,9 +15,14 @@ from impl.errors import EmbeddingError, LabelError
 from impl.losses import InfoNCE, contrastive, cosine_similarity, matryoshka, online_contrastive
 from oracle.case import Options
 from oracle.losses import qwen3
+from tests.worked import LABELS, PAIRS, ROWS, pairs
 
-ROWS = torch.tensor([[1, 0], [0.8, 0.6], [0, 1], [0, 1], [0.6, 0.8], [1, 0]], dtype=torch.float64)
-LABELS = [1.0, 0.0, 1.0, 0.0]
+
+def test_the_short_form_has_the_options_defaults() -> None:
+    assert infonce(ROWS, LABELS).item() == InfoNCE()(ROWS, LABELS).item() == pytest.approx(2.142971, abs=5e-7)
+
+
+PAIR_LOSSES = {each.__name__: each for each in (cosine_similarity, contrastive, online_contrastive)}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,14 @@ LABELS = [1.0, 0.0, 1.0, 0.0]
 def test_worked_values(temperature: float, use_batch: bool, expected: float) -> None:
     for labels in (LABELS, torch.tensor(LABELS)):
         assert infonce(ROWS, labels, temperature, use_batch).item() == pytest.approx(expected, abs=5e-7)
+
+
+@pytest.mark.parametrize(("name", "labels", "distances", "expected"), PAIRS)
+def test_worked_values_of_pairs(name: str, labels: list[float], distances: list[float], expected: float) -> None:
+    for given in (labels, torch.tensor(labels, dtype=torch.float32)):
+        found = PAIR_LOSSES[name](pairs(distances), given)
+        assert found.dtype == torch.float64
+        assert found.item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +70,14 @@ def test_zero_is_refused() -> None:
         infonce(rows, LABELS)
 
 
-@pytest.mark.parametrize("loss", [cosine_similarity, contrastive, online_contrastive])
+@pytest.mark.parametrize("loss", PAIR_LOSSES.values())
 def test_pairs_that_do_not_fit_are_refused(loss: Callable[..., Tensor]) -> None:
     with pytest.raises(LabelError, match="6 embeddings do not fit 2 pairs, which need 4"):
         loss(ROWS, [1, 0])
+    rows = ROWS.clone()
+    rows[5] = 0
+    with pytest.raises(EmbeddingError, match="embedding 5 of group 2 is zero"):
+        loss(rows, [1, 0, 1])
     if loss is online_contrastive:
         with pytest.raises(LabelError, match=r"pair 1 has the label 0\.5"):
             loss(ROWS, [1, 0.5, 0])

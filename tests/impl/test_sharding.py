@@ -70,6 +70,22 @@ def test_layers_share_who_may_see_what() -> None:
     assert plan.pieces(0, 1, (-1, 0), torch.device("cpu")) is not plan.pieces(0, 1, (2, 0), torch.device("cpu"))
 
 
+def test_shares_by_hand_along_any_dimension() -> None:
+    """Ring 2: of 3 tokens rank 0 holds the first and a slot, rank 1 the two between."""
+    plan, values = Plan((3,), 1, 2), torch.tensor([5, 6, 7])
+    assert [each.tolist() for each in plan.split(values)] == [[5, 0], [6, 7]]
+    assert [each.tolist() for each in plan.split(values, fill=9)] == [[5, 9], [6, 7]]
+    assert all(each.dtype == torch.int64 for each in plan.split(values))
+    grid = torch.stack([values, values + 10])
+    shares = plan.split(grid, dim=1, fill=-1)
+    assert [each.tolist() for each in shares] == [[[5, -1], [15, -1]], [[6, 7], [16, 17]]]
+    assert torch.equal(plan.gather(shares, dim=1), grid)
+    assert torch.equal(plan.gather(plan.split(values)), values)
+    assert torch.equal(Plan((3,)).gather(Plan((3,)).split(values)), values)
+    assert torch.equal(Plan((3,)).collected([values]), values)
+    assert torch.equal(plan.collected([values[held] for held in plan.tokens]), values)
+
+
 def test_a_rank_may_hold_slots_only() -> None:
     assert Plan((1,), 4, 1).counts == [1, 0, 0, 0]
     assert Plan((1, 1), 1, 2).counts == [2, 0]
@@ -79,7 +95,7 @@ def test_a_rank_may_hold_slots_only() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Plan(()), "the batch is empty"),
+        (lambda: Plan(()), "^the batch is empty: there is nothing to share$"),
         (lambda: Plan((3, 0, 2)), "sequence 1 has 0 tokens"),
         (lambda: Plan((3,), 0), "sizes must be at least 1, found Ulysses 0"),
         (lambda: Plan((3,), 2).split(torch.zeros(4)), "4 values for a stream of 3 tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -89,8 +89,19 @@ def test_neighbouring_ids_differ_and_small_ids_are_left_out() -> None:
 
 
 def test_json_is_small_enough_to_paste() -> None:
-    assert len(json.loads(from_lengths([[1, 1]]).to_json())["groups"]) == 1
-    assert len(from_lengths([[1, 1]]).to_json()) < 500
+    case = Case((Group((5,), (6, 7)),), stream=Stream((1, 0)))
+    assert case.to_json() == '{"groups":[{"anchor":[5],"positive":[6,7]}],"stream":{"order":[1,0]}}'
+
+
+def test_matryoshka_and_labels_survive_json() -> None:
+    case = Case((Group((5,), (6,), label=0.5),), options=Options(matryoshka=((4, 0.5), (8, 1.0))))
+    assert Case.from_json(case.to_json()) == case
+
+
+def test_a_case_is_loaded_from_a_file(tmp_path: Path) -> None:
+    case = from_lengths([[1, 2]])
+    (tmp_path / "case.json").write_text(case.to_json())
+    assert Case.load(tmp_path / "case.json") == Case.load(str(tmp_path / "case.json")) == case
 
 
 def test_parts_are_text_and_images() -> None:

@@ -109,6 +109,21 @@ def test_streams_of_three_and_four_rows() -> None:
     assert four == [[0, 1, 2, 3, 4, 5, 6, -1, 0, -1, -1, -1], *three]
 
 
+def test_a_stream_of_several_rows_without_images_or_with_frames_apart() -> None:
+    text = packed_stream(SEQUENCES, Stream(), 100, first_position=2, rows=4).position_ids.tolist()
+    assert text == [[2, 3, 4, 2, 2, 3], *[[0, 1, 2, 0, 0, 1]] * 3]
+    video = ([(IMAGE_ID, IMAGE_ID)], Stream(), 100)
+    for apart in (1, 2, 5):
+        stream = packed_stream(*video, grids=[[(2, 2, 2)]], rows=3, interval=apart)
+        assert stream.position_ids.tolist() == [[0, apart], [0, 0], [0, 0]]
+    assert packed_stream(*video, grids=[[(2, 2, 2)]], rows=3).position_ids.tolist() == [[0, 1], [0, 0], [0, 0]]
+
+
+def test_slots_hold_an_id_of_ones_choice() -> None:
+    assert packed_stream([(11,)], Stream(tail=3), 100).input_ids.tolist() == [11, 0, 0]
+    assert packed_stream([(11,)], Stream(tail=3, slot=8, junk=1), 100).input_ids.tolist() == [11, 8, 8]
+
+
 @pytest.mark.parametrize("name", VISUAL)
 @given(case=image_cases(slots=False))
 def test_mrope_is_the_models_own(name: str, case: Case) -> None:

@@ -9,11 +9,7 @@ import torch
 
 from oracle.case import Options
 from oracle.losses import LossInputError, group_rows, infonce, loss, qwen3, with_hard_negatives
-
-# q1, p1, n1, q2, p2, n2 of the worked example; labels 1 0 1 0.
-ROWS = torch.tensor([[1, 0], [0.8, 0.6], [0, 1], [0, 1], [0.6, 0.8], [1, 0]], dtype=torch.float64)
-LABELS = [1.0, 0.0, 1.0, 0.0]
-
+from tests.worked import LABELS, PAIRS, ROWS, pairs
 
 WORKED = [
     (Options(temperature=0.1), 2.142971),
@@ -36,22 +32,9 @@ def test_worked_values(options_expected: tuple[Options, float]) -> None:
     assert loss(ROWS, LABELS, options).item() == pytest.approx(expected, abs=5e-7)
 
 
-PAIRS = torch.tensor([[1, 0], [0.8, 0.6], [1, 0], [0.8, 0.6], [1, 0], [-1, 0]], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("name", "labels", "expected"),
-    [
-        ("cosine_similarity", [1, 0, 0], 0.56),
-        ("contrastive", [1, 0, 0], 0.021667),
-        ("online_contrastive", [1, 0, 0], 0.09),
-        ("online_contrastive", [1, 1, 0], 0.0),
-        ("online_contrastive", [1, 1, 1], 4.0),
-        ("online_contrastive", [0, 0, 0], 0.18),
-    ],
-)
-def test_worked_values_of_pairs(name: str, labels: list[float], expected: float) -> None:
-    assert loss(PAIRS, labels, Options(loss=name)).item() == pytest.approx(expected, abs=5e-7)
+@pytest.mark.parametrize(("name", "labels", "distances", "expected"), PAIRS)
+def test_worked_values_of_pairs(name: str, labels: list[float], distances: list[float], expected: float) -> None:
+    assert loss(pairs(distances), labels, Options(loss=name)).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_ms_swifts_labels_example_is_refused_where_it_went_on() -> None:
@@ -147,7 +130,9 @@ def test_labels_say_which_rows_a_group_owns(labels: list[float], rows: list[list
         ([0, 1], 3, "first group has no positive"),
         ([1, 0, 1, 0], 5, "5 embeddings do not fit 4 labels in 2 groups.*needs 6.*Group 1 is the first without"),
         ([1, 0, 1, 0], 2, "Group 0 is the first without all its rows: it would end at row 2"),
+        ([1, 0, 1, 0], 4, "Group 1 is the first without all its rows: it would end at row 5"),
         ([1, 0, 1, 0], 8, "Row 6 belongs to no group"),
+        ([1, 0, 1, 0], 7, "Row 6 belongs to no group"),
         ([1.0, *[0.0] * 256] * 2, 260, "260 embeddings do not fit 514 labels in 2 groups.*needs 516"),
     ],
 )
@@ -176,4 +161,4 @@ def test_rows_without_a_direction_are_refused_by_row_and_group(value: float, mes
 )
 def test_pairs_that_do_not_fit_are_refused(labels: list[float], message: str) -> None:
     with pytest.raises(LossInputError, match=message):
-        loss(PAIRS, labels, Options(loss="online_contrastive"))
+        loss(pairs([0.2, 0.2, 2]), labels, Options(loss="online_contrastive"))
