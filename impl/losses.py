@@ -183,7 +183,7 @@ def _resample(rows: list[list[int]], wanted: int, seed: int) -> list[list[int]]:
         if not negatives:
             raise LabelError(f"group {g} has no negative where {wanted} hard negatives are asked for")
         missing = max(0, wanted - len(negatives))
-        drawn = torch.randint(len(negatives), (missing,), generator=generator).tolist() if missing else []
+        drawn = torch.randint(len(negatives), (missing,), generator=generator).tolist()
         result.append([positive, *negatives[:wanted], *(negatives[i] for i in drawn)])
     return result
 
@@ -266,6 +266,6 @@ def online_contrastive(embeddings: Tensor, labels: Labels) -> Tensor:
         raise LabelError(f"pair {int(other[0])} has the label {float(wanted[other[0]])}; only 0 and 1 will do")
     distance = 1 - cosine
     far, near = distance[wanted == 0], distance[wanted == 1]
-    hard_far = far[far < (near.amax() if len(near) > 1 else far.mean())] if len(far) else far
-    hard_near = near[near > (far.amin() if len(far) > 1 else near.mean())] if len(near) else near
+    hard_far = far[far < (near.amax() if len(near) > 1 else far.mean())]
+    hard_near = near[near > (far.amin() if len(far) > 1 else near.mean())]
     return (torch.relu(MARGIN - hard_far) ** 2).sum() + (hard_near**2).sum()

@@ -67,12 +67,11 @@ def group_rows(labels: Sequence[float], rows: int) -> list[list[int]]:
 
 
 def _first_misfit(starts: list[int], labels: int, rows: int) -> str:
-    if rows > labels + len(starts):
-        return f"Row {labels + len(starts)} belongs to no group."
-    for g, end in enumerate([*starts[1:], labels]):
-        if end + g + 1 > rows:
-            return f"Group {g} is the first without all its rows: it would end at row {end + g}."
-    raise AssertionError("unreachable: some group must miss a row")
+    last_rows = [end + g for g, end in enumerate([*starts[1:], labels])]
+    for g, last in enumerate(last_rows):
+        if last >= rows:
+            return f"Group {g} is the first without all its rows: it would end at row {last}."
+    return f"Row {labels + len(starts)} belongs to no group."
 
 
 def with_hard_negatives(groups: list[list[int]], options: Options) -> list[list[int]]:
@@ -93,7 +92,7 @@ def with_hard_negatives(groups: list[list[int]], options: Options) -> list[list[
                 f"group {g} has no negative where {options.hard_negatives} hard negatives are asked for"
             )
         missing = max(0, options.hard_negatives - len(negatives))
-        drawn = torch.randint(len(negatives), (missing,), generator=generator).tolist() if missing else []
+        drawn = torch.randint(len(negatives), (missing,), generator=generator).tolist()
         result.append([*rows[:2], *negatives[: options.hard_negatives], *(negatives[i] for i in drawn)])
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Difference:
     what: str
     detail: str
     sequence: int | None = None
-    size: float = float("inf")
+    size: float = math.inf
 
     def __str__(self) -> str:
         place = "" if self.sequence is None else f" at sequence {self.sequence}"
@@ -62,7 +63,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def gap(a: Tensor, b: Tensor) -> float:
     """Greatest absolute difference; inf for NaN or another shape. In numpy, which the exact mode does not round."""
     if a.shape != b.shape:
-        return float("inf")
+        return math.inf
     left, right = (x.detach().double().cpu().numpy() for x in (a, b))
     return float(np.nan_to_num(np.abs(left - right), nan=np.inf, posinf=np.inf).max())
 

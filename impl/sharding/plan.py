@@ -109,8 +109,6 @@ class Plan:
             left, right = window
             found = []
             for q0, q1, k0, k1 in zip(rows[:-1], rows[1:], cols[:-1], cols[1:], strict=True):
-                if q0 == q1 or k0 == k1:
-                    continue
                 offset = k_at[k0:k1][None, :] - q_at[q0:q1][:, None]
                 seen = q_seq[q0:q1][:, None] == k_seq[k0:k1][None, :]
                 seen = seen & (offset >= -left) if left >= 0 else seen

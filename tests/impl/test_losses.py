@@ -74,10 +74,13 @@ def test_zero_is_refused() -> None:
 def test_pairs_that_do_not_fit_are_refused(loss: Callable[..., Tensor]) -> None:
     with pytest.raises(LabelError, match="6 embeddings do not fit 2 pairs, which need 4"):
         loss(ROWS, [1, 0])
-    rows = ROWS.clone()
-    rows[5] = 0
-    with pytest.raises(EmbeddingError, match="embedding 5 of group 2 is zero"):
-        loss(rows, [1, 0, 1])
+    for row in (4, 5):
+        rows = ROWS.clone()
+        rows[row] = 0
+        with pytest.raises(EmbeddingError, match=f"embedding {row} of group 2 is zero"):
+            loss(rows, [1, 0, 1])
+    wide = torch.tensor([1, 0, 1], dtype=torch.float64)
+    assert loss(ROWS.float(), wide).dtype == torch.float32, "labels do not widen a loss"
     if loss is online_contrastive:
         with pytest.raises(LabelError, match=r"pair 1 has the label 0\.5"):
             loss(ROWS, [1, 0.5, 0])

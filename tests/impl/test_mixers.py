@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
 
 import impl
 from impl import attention, mixers, pack
@@ -43,6 +44,24 @@ def test_an_installed_model_can_be_copied_and_computes_layers_again(name: str) -
         found = impl.encode(model, pack(SEQUENCES))
         found.sum().backward()
     assert torch.equal(found.detach(), expected)
+
+
+class Doubled(torch.nn.Module):
+    """A mixer with arguments of every kind; what it saw as one batch is remembered."""
+
+    def forward(self, hidden_states: Tensor, times: int, *, plus: int = 0) -> Tensor:
+        self.seen = [*getattr(self, "seen", []), tuple(hidden_states.shape)]
+        return hidden_states * times + plus
+
+
+def test_a_mixer_gets_its_arguments_with_and_without_a_packed_stream() -> None:
+    mixer, packed = Doubled(), pack(SEQUENCES)
+    mixers._install([mixer])
+    states = torch.arange(20.0).view(1, 10, 2)
+    assert torch.equal(mixer(states, 3, plus=1, packing=packed), states * 3 + 1)
+    assert mixer.seen == [(2, 1, 2), (1, 2, 2), (2, 3, 2)]
+    assert torch.equal(mixer(states, 3, plus=1), states * 3 + 1)
+    assert mixer.seen[3:] == [(1, 10, 2)]
 
 
 def test_a_layer_that_nobody_knows_is_refused_by_name() -> None:

@@ -129,7 +129,7 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"cu_seqlens": [1, 2]}, "must start at 0, found 1"),
         ({"cu_seqlens": [0, 3, 2]}, "decreases at sequence 1: 3, then 2"),
         ({"cu_seqlens": [0, 3, 3]}, "sequence 1 is empty"),
-        ({"cu_seqlens": [0, 3], "total": 4}, "ends at 3, the stream at 4"),
+        ({"cu_seqlens": [0, 2, 3], "total": 4}, "ends at 3, the stream at 4"),
         ({}, "^give either position_ids or cu_seqlens$"),
         ({"cu_seqlens": torch.zeros(2)}, "^cu_seqlens must be a vector of integers, found torch.float32"),
         ({"position_ids": [0], "cu_seqlens": [0, 1]}, "either position_ids or cu_seqlens"),

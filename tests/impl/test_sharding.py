@@ -76,6 +76,9 @@ def test_shares_by_hand_along_any_dimension() -> None:
     assert [each.tolist() for each in plan.split(values)] == [[5, 0], [6, 7]]
     assert [each.tolist() for each in plan.split(values, fill=9)] == [[5, 9], [6, 7]]
     assert all(each.dtype == torch.int64 for each in plan.split(values))
+    low = plan.split(values.bfloat16(), fill=float("nan"))
+    assert low[0].isnan().tolist() == [False, True]
+    assert all(each.dtype == torch.bfloat16 for each in low)
     grid = torch.stack([values, values + 10])
     shares = plan.split(grid, dim=1, fill=-1)
     assert [each.tolist() for each in shares] == [[[5, -1], [15, -1]], [[6, 7], [16, 17]]]
@@ -115,7 +118,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         sharded_attention(wire, qkv, (-1, 0), 1.0)
 
 
-WINDOWS = [(-1, 0), (-1, -1), (2, 0), (1, 2)]
+WINDOWS = [(-1, 0), (-1, -1), (2, 0), (1, 2), (0, 0), (0, 1)]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from(SIZES), st.sampled_from(WINDOWS))
@@ -158,6 +161,7 @@ def test_pieces_of_a_long_stream_are_whole_sequences(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(found[1], found[2], rtol=1e-12, atol=1e-14)
     monkeypatch.setattr(sharding.plan, "PIECE", 7)
     assert sharding.plan._cuts(lengths) == [0, 3, 4, 6, 7, 8]
+    assert sharding.plan._cuts((2, 2, 3, 1, 3, 3)) == [0, 3, 6]
 
 
 # --- processes --------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ def test_streams_of_three_and_four_rows() -> None:
 def test_a_stream_of_several_rows_without_images_or_with_frames_apart() -> None:
     text = packed_stream(SEQUENCES, Stream(), 100, first_position=2, rows=4).position_ids.tolist()
     assert text == [[2, 3, 4, 2, 2, 3], *[[0, 1, 2, 0, 0, 1]] * 3]
+    alone = packed_stream([(IMAGE_ID, 5)], Stream(), 100).position_ids
+    assert alone.tolist() == [0, 1], "one row needs no images"
     video = ([(IMAGE_ID, IMAGE_ID)], Stream(), 100)
     for apart in (1, 2, 5):
         stream = packed_stream(*video, grids=[[(2, 2, 2)]], rows=3, interval=apart)

@@ -130,6 +130,7 @@ def test_labels_say_which_rows_a_group_owns(labels: list[float], rows: list[list
         ([0, 1], 3, "first group has no positive"),
         ([1, 0, 1, 0], 5, "5 embeddings do not fit 4 labels in 2 groups.*needs 6.*Group 1 is the first without"),
         ([1, 0, 1, 0], 2, "Group 0 is the first without all its rows: it would end at row 2"),
+        ([1, 0, 1, 0], 3, "Group 1 is the first without all its rows: it would end at row 5"),
         ([1, 0, 1, 0], 4, "Group 1 is the first without all its rows: it would end at row 5"),
         ([1, 0, 1, 0], 8, "Row 6 belongs to no group"),
         ([1, 0, 1, 0], 7, "Row 6 belongs to no group"),
@@ -141,20 +142,21 @@ def test_labels_and_rows_that_do_not_fit_are_refused(labels: list[float], rows: 
         infonce(torch.zeros(rows, 2, dtype=torch.float64), labels, Options())
 
 
+@pytest.mark.parametrize("row", [4, 5])
 @pytest.mark.parametrize(("value", "message"), [(float("nan"), "holds NaN"), (0.0, "is zero: it has no direction")])
-def test_rows_without_a_direction_are_refused_by_row_and_group(value: float, message: str) -> None:
+def test_rows_without_a_direction_are_refused_by_row_and_group(value: float, message: str, row: int) -> None:
     rows = ROWS.clone()
-    rows[4] = value
-    with pytest.raises(LossInputError, match=f"embedding 4 of group 1 {message}"):
+    rows[row] = value
+    with pytest.raises(LossInputError, match=f"embedding {row} of group 1 {message}"):
         infonce(rows, LABELS, Options())
-    with pytest.raises(LossInputError, match=f"embedding 4 of group 2 {message}"):
+    with pytest.raises(LossInputError, match=f"embedding {row} of group 2 {message}"):
         loss(rows, [1, 0, 1], Options(loss="contrastive"))
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([], "at least one pair"),
+        ([], "^no labels: a loss needs at least one pair$"),
         ([1, 0], "6 embeddings do not fit 2 pairs, which need 4"),
         ([1, 0, 0.5], "pair 2 has the label 0.5"),
     ],
