@@ -28,6 +28,12 @@ Backend = Callable[[Tensor, Tensor, Tensor, Packed, Window, float], Tensor]
 
 PREFIX = "padding_free_"
 
+
+def registered(name: str) -> str:
+    """What transformers knows a back end by. Without the word flash, which it would take for its own kernels."""
+    return PREFIX + name.replace("flash_attn", "fa")
+
+
 # Which back ends really ran, by name: one count a layer.
 ran: Counter[str] = Counter()
 
@@ -122,7 +128,7 @@ def _interface(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]
     ) -> tuple[Tensor, None]:
         """transformers' attention interface: query [1, h, T, d] -> ([1, T, h, d], None)."""
         if packing is None:
-            raise BackendError(f"attention {PREFIX}{name} needs the stream's boundaries: call impl.encode()")
+            raise BackendError(f"attention {registered(name)} needs the stream's boundaries: call impl.encode()")
         asked = {"dropout": dropout, "softcap": softcap, "attention sinks": s_aux, "position bias": position_bias}
         for feature, value_asked in asked.items():
             if value_asked is not None and not (feature == "dropout" and dropout == 0):
@@ -143,7 +149,7 @@ def _interface(name: str, backend: Backend) -> Callable[..., tuple[Tensor, None]
 def register(name: str, backend: Backend) -> None:
     """Offers a back end to transformers, which builds no mask for it: no mask function has its name."""
     REGISTERED.add(name)
-    AttentionInterface.register(PREFIX + name, _interface(name, backend))
+    AttentionInterface.register(registered(name), _interface(name, backend))
 
 
 for _name, _backend in BACKENDS.items():
@@ -157,7 +163,7 @@ def install(model: PreTrainedModel, backend: str | None = None) -> None:
     """
     name = check_backend(backend or choose(model.device, model.dtype))
     text = model.get_decoder()
-    text.set_attn_implementation(PREFIX + name)
+    text.set_attn_implementation(registered(name))
     mixers.install(model)
     if hasattr(text.config, "use_cache"):
         text.config.use_cache = False
@@ -171,7 +177,7 @@ def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
     """
     text = model.get_decoder()
     config = text.config
-    if config._attn_implementation == PREFIX + backend:
+    if config._attn_implementation == registered(backend):
         yield
         return
     again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -180,7 +186,7 @@ def using(model: PreTrainedModel, backend: str) -> Iterator[None]:
             "gradient checkpointing computes layers again after this call: impl.attention.install(model) first"
         )
     before, cached = config._attn_implementation, getattr(config, "use_cache", None)
-    text.set_attn_implementation(PREFIX + check_backend(backend))
+    text.set_attn_implementation(registered(check_backend(backend)))
     if cached is not None:
         config.use_cache = False
     try:

@@ -77,7 +77,8 @@ def pool(states: Tensor, packed: Packed, pooling: str = "last") -> Tensor:
     if pooling == "cls":
         return states[packed.cu_seqlens[:-1].long().to(device)[places]]
     lengths = torch.tensor(packed.lengths, device=device)
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    # Told its size, it need not ask the device.
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=len(states))
     empty = states.new_zeros(len(lengths), states.shape[1])
     if pooling == "max":
         index = owner.unsqueeze(1).expand_as(states)

@@ -121,11 +121,12 @@ class _Batch:
         self.anchors = embeddings[torch.tensor(starts, device=device)]
         self.positives = embeddings[torch.tensor(starts, device=device) + 1]
         self.documents = embeddings[torch.tensor(flat, device=device)]
-        self.owner = torch.repeat_interleave(torch.arange(self.count, device=device), self.sizes)
+        numbers = torch.arange(self.count, device=device)
+        self.owner = torch.repeat_interleave(numbers, self.sizes, output_size=len(flat))
         self.texts: Tensor | None = None
         if identities is not None:
-            numbers = {name: i for i, name in enumerate(dict.fromkeys(identities))}
-            self.texts = torch.tensor([numbers[identities[row]] for row in flat], device=device)
+            known = {name: i for i, name in enumerate(dict.fromkeys(identities))}
+            self.texts = torch.tensor([known[identities[row]] for row in flat], device=device)
 
 
 def _chunk_loss(

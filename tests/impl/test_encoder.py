@@ -156,7 +156,7 @@ def test_what_the_back_ends_do_not_offer_is_refused(feature: str, given: dict[st
     from transformers import AttentionInterface
 
     q, packed = torch.zeros(1, 4, 2, 8), pack([[5, 6]])
-    forward = AttentionInterface()[attention.PREFIX + "sdpa"]
+    forward = AttentionInterface()[attention.registered("sdpa")]
     module = tiny("qwen3").layers[0].self_attn
     with pytest.raises(BackendError, match=f"asks for {feature}"):
         forward(module, q, q, q, None, packing=packed, **given)
