@@ -58,6 +58,11 @@ def test_labels_that_do_not_fit_are_refused(labels: list[float], rows: int, mess
         infonce(torch.zeros(rows, 2), labels)
 
 
+def test_labels_may_be_a_tensor_and_are_named_as_numbers() -> None:
+    with pytest.raises(LabelError, match=r"found 0\.0$"):
+        infonce(torch.zeros(3, 2), torch.tensor([0.0, 1.0]))
+
+
 def test_hard_negatives_without_any_are_refused() -> None:
     with pytest.raises(LabelError, match="group 1 has no negative where 2 hard negatives are asked for"):
         InfoNCE(hard_negatives=2)(ROWS[:5], [1.0, 0.0, 1.0])
@@ -133,6 +138,26 @@ def test_chunks_never_hold_more_than_their_rows_of_similarities(options: dict[st
     parts = (2 if options else 1) * 2 * count + (count if options else 0)
     assert widest[None] == count * parts, "vacuous: the plain form holds all similarities"
     assert widest[chunk] <= max(chunk * parts, 3 * count * width)
+
+
+def test_a_chunk_keeps_nothing_for_the_backward_pass_but_its_inputs() -> None:
+    count, width = 32, 8
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(3 * count, width, generator=generator)).requires_grad_()
+
+    def kept(chunk: int | None) -> int:
+        sizes: list[int] = []
+
+        def keep(x: Tensor) -> Tensor:
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            InfoNCE(chunk=chunk)(rows, [1.0, 0.0] * count)
+        return max(sizes)
+
+    assert kept(None) >= count * 2 * count
+    assert kept(4) <= 3 * count * width
 
 
 def test_nan_is_refused_by_row() -> None:

@@ -34,6 +34,8 @@ def test_what_is_packed_comes_apart(case: Case) -> None:
         ((5, IMAGE_ID), [(1, 2, 4)], r"sequence 1: 1 image tokens do not fit an image of \(1, 2, 4\) patches"),
         ((IMAGE_ID, 5, IMAGE_ID), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds another run"),
         ((5,), [(1, 2, 2)], "sequence 1: 1 images, but the sequence holds fewer runs"),
+        ((IMAGE_ID,), [(1, 3, 2)], r"1 image tokens do not fit an image of \(1, 3, 2\) patches, merged by 2"),
+        ((IMAGE_ID,), [(1, 2, 3)], r"1 image tokens do not fit an image of \(1, 2, 3\) patches, merged by 2"),
         ((IMAGE_ID,), [(1, 3, 3)], r"sequence 1: 1 image tokens do not fit an image of \(1, 3, 3\) patches"),
     ],
 )
@@ -42,6 +44,13 @@ def test_images_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(PackingError, match=message):
         pack([(5,), ids], [[], images], IMAGE_ID)
+
+
+def test_vocabulary_and_merging_are_the_callers() -> None:
+    packed = pack([(5, IMAGE_ID, IMAGE_ID)], [[(1, 2, 1)]], IMAGE_ID, merge=1, vocabulary=IMAGE_ID + 1)
+    assert packed.position_ids.tolist() == [[0, 1, 2], [0, 1, 1], [0, 1, 2], [0, 1, 1]]
+    with pytest.raises(PackingError, match="sequence 0 holds the id 5 at 0; the vocabulary has 5"):
+        pack([(5,)], [[]], IMAGE_ID, vocabulary=5)
 
 
 def test_every_sequence_needs_its_images() -> None:

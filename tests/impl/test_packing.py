@@ -146,6 +146,11 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"position_ids": [0, 1, 0], "lengths": [3]}, "sequence 0 has 3 tokens from slot 0, but another .* at slot 2"),
         ({"position_ids": [0, 1, 2], "lengths": [2, 1]}, "slot 2 holds position 2; a sequence begins at 0"),
         ({"position_ids": [0, -1, 0], "lengths": [2]}, "sequence 0 has 2 tokens from slot 0: slots stand inside"),
+        ({"position_ids": rows((1, 1, 1))}, r"slot 0 holds position \(1, 1, 1\); expected 0 on all axes"),
+        (
+            {"position_ids": rows((0, 0, 0), (0, 0, 1), (1, 0, 0), (2, 0, 1))},  # one frame at two times
+            r"slot 2 holds position \(1, 0, 0\); expected 2 on all axes",
+        ),
         ({"position_ids": rows((0, 0, 1))}, r"slot 0 holds position \(0, 0, 1\); expected 0 on all axes"),
         ({"position_ids": rows((0, 0, 0), (0, 0, 1), (3, 3, 3))}, r"slot 2 holds position \(3, 3, 3\); expected 2 on"),
         ({"position_ids": rows((-1, -1, -1), (0, 0, 0))}, "slot 0 is -1 before any sequence"),

@@ -109,6 +109,7 @@ def test_parts_are_text_and_images() -> None:
     assert case.lengths == [2, 4]
     assert case.sequences[1] == (IMAGE_ID, IMAGE_ID, case.sequences[1][2], IMAGE_ID)
     assert grids(case.sequences, case.images) == [[], [(1, 2, 4), (1, 2, 2)]]
+    assert max(from_parts([[[200], [1]]]).sequences[0]) == 127
 
 
 @pytest.mark.parametrize(

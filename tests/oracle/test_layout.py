@@ -21,6 +21,8 @@ def test_rows_padded_right() -> None:
     assert rows.attention_mask.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
     assert rows.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
     assert (rows.first, rows.last) == ([0, 0, 0], [2, 0, 1])
+    axes = padded_rows(SEQUENCES, Rows(), 100, grids=[[], [], []]).position_ids
+    assert {x.dtype for x in (rows.input_ids, rows.attention_mask, rows.position_ids, axes)} == {torch.int64}
 
 
 def test_rows_padded_left_with_positions_from_two() -> None:

@@ -126,8 +126,8 @@ def test_labels_say_which_rows_a_group_owns(labels: list[float], rows: list[list
 @pytest.mark.parametrize(
     ("labels", "rows", "message"),
     [
-        ([], 0, "no labels"),
-        ([0, 1], 3, "first group has no positive"),
+        ([], 0, "^no labels: a loss needs at least one group$"),
+        ([0, 1], 3, "^label 0 is 0: the first group has no positive$"),
         ([1, 0, 1, 0], 5, "5 embeddings do not fit 4 labels in 2 groups.*needs 6.*Group 1 is the first without"),
         ([1, 0, 1, 0], 2, "Group 0 is the first without all its rows: it would end at row 2"),
         ([1, 0, 1, 0], 3, "Group 1 is the first without all its rows: it would end at row 5"),
