@@ -36,7 +36,7 @@ def mixers(model: PreTrainedModel) -> list[nn.Module]:
     for at, kind in enumerate(getattr(text.config, "layer_types", None) or ()):
         if kind in ATTENTION:
             continue
-        mixer = getattr(text.layers[at], MIXERS.get(kind, ""), None)
+        mixer = getattr(text.layers[at], MIXERS[kind], None) if kind in MIXERS else None
         if not isinstance(mixer, nn.Module):
             raise BackendError(f"layer {at} is of type {kind}, whose boundaries padding-free encoding cannot keep")
         found.append(mixer)

@@ -333,7 +333,7 @@ def _lengths(rows: list[tuple[int, ...]], first: int, offset: int = 0) -> list[i
     found = _from_text([row[0] for row in rows], first, offset)
     axes = _from_mrope([row[1:] for row in rows], offset)
     if found != axes:
-        wrong = next((i for i, (a, b) in enumerate(zip_longest(found, axes)) if a != b), 0)
+        wrong = next(i for i, (a, b) in enumerate(zip_longest(found, axes)) if a != b)
         raise BoundaryError(f"the text's row and the three axes disagree from sequence {wrong} on")
     return found
 

@@ -115,7 +115,7 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"position_ids": []}, "there is no sequence"),
+        ({"position_ids": []}, "^position_ids is empty: there is no sequence$"),
         ({"position_ids": [-1, 0]}, "slot 0 is -1 before any sequence"),
         ({"position_ids": [1, 2]}, "slot 0 holds position 1; a sequence begins at 0"),
         ({"position_ids": [0, 1, 1]}, "slot 2 holds position 1 after 1: neither its successor nor a beginning"),
@@ -124,7 +124,7 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"position_ids": [0, -1, 1]}, "slot 2 holds position 1 after slots of -1"),
         ({"position_ids": [0, -2]}, "slot 1 holds position -2 after 0"),
         ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, r"vector of integers, found torch.int64 \(1, 3\)"),
-        ({"position_ids": torch.zeros(3)}, "vector of integers, found torch.float32"),
+        ({"position_ids": torch.zeros(3)}, "^position_ids must be a vector of integers, found torch.float32"),
         ({"cu_seqlens": [0]}, "at least two entries"),
         ({"cu_seqlens": [1, 2]}, "must start at 0, found 1"),
         ({"cu_seqlens": [0, 3, 2]}, "decreases at sequence 1: 3, then 2"),
@@ -158,6 +158,19 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 0))}, "text's row and the three axes disagree from sequence 0"),
         ({"position_ids": rows((0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 0, 0))}, "the three axes disagree from sequence 0"),
         (
+            {"position_ids": rows((0, 0, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0))},
+            "the three axes disagree from sequence 1 on",
+        ),
+        ({"position_ids": rows((0, 0, 0, 0), (-1, 0, -1, -1))}, r"slot 1 holds position \(-1, 0, -1, -1\): -1 in some"),
+        (
+            {"position_ids": rows((0, 0, 0, 0), (0, 0, 0, 0), (-1, 0, 0, 0)), "lengths": [1, 2]},
+            r"slot 2 holds position \(-1, 0, 0, 0\): -1",
+        ),
+        (
+            {"position_ids": rows((0, 0, 0, 0), (0, 0, 0, 0), (1, 5, 5, 5)), "lengths": [1, 2]},
+            r"slot 2 holds position \(5, 5, 5\); expected 1 on all axes",
+        ),
+        (
             {"position_ids": rows((0, 0, 0, 0), (0, 0, 0, 0), (-1, 0, 0, 0))},
             r"slot 2 holds position \(-1, 0, 0, 0\): -1",
         ),
@@ -165,7 +178,7 @@ def test_rows_of_mrope_and_known_lengths(given_: dict[str, object], lengths_: li
         ({"position_ids": [-1, 0], "lengths": [1]}, "slot 0 is -1 before any sequence"),
         ({"position_ids": [0, 1], "lengths": []}, "lengths is empty"),
         ({"position_ids": [0, 1], "total": 3}, "2 position ids, told were 3"),
-        ({"position_ids": [[0, 1]]}, r"vector of integers, found \[0, 1\] in it"),
+        ({"position_ids": [[0, 1]]}, r"^position_ids must be a vector of integers, found \[0, 1\] in it"),
         ({"cu_seqlens": [0, 1.5, 3]}, "vector of integers, found 1.5 in it"),
         ({"cu_seqlens": [0, 2, 3], "lengths": [1, 2]}, r"cu_seqlens gives lengths \[2, 1\], told were \[1, 2\]"),
     ],

@@ -51,7 +51,16 @@ def test_sequences_labels_and_lengths_in_row_order() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Case(()), "at least one group"),
+        (lambda: Case(()), "^a case needs at least one group$"),
+        (
+            lambda: Case((Group((1,), (2,), ((3,),)),), options=Options(loss="contrastive")),
+            "^group 0 has negatives; contr",
+        ),
+        (lambda: Options(loss="best"), "^loss must be one of infonce, .*, contrastive, .*, found 'best'$"),
+        (lambda: Options(hard_negatives=0), "^hard_negatives must be at least 1, found 0$"),
+        (lambda: Options(matryoshka=((0, 1.0),)), "0"),
+        (lambda: Mesh(ulysses=0), "sizes must be at least 1"),
+        (lambda: Mesh(data=0), "sizes must be at least 1"),
         (lambda: Case((Group((), (1,)),)), "group 0: its anchor is empty"),
         (lambda: Case((Group((1,), (2,)), Group((1,), ()))), "group 1: its positive is empty"),
         (lambda: Case((Group((1,), (2,), ((3,), ())),)), "group 0: its negative 1 is empty"),
@@ -78,6 +87,16 @@ def test_sequences_labels_and_lengths_in_row_order() -> None:
 def test_what_means_nothing_is_refused_with_its_place(make: object, message: str) -> None:
     with pytest.raises(CaseError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_ids_of_a_case_from_lengths() -> None:
+    assert distinct_ids(5, 128) == [80, 32, 109, 61, 13]
+    assert from_lengths([[2, 1, 2]]).sequences == [(80, 32), (109,), (61, 13)]
+    assert from_lengths([[2, 1, 2]], alike=True).sequences == [(80, 32), (80,), (80, 32)]
+    assert from_lengths([[2, 1, 2]], end=9).sequences == [(80, 9), (9,), (61, 9)]
+    assert from_lengths([[1, 1]], vocabulary=20, first=10).sequences == [(17,), (14,)]
+    assert from_lengths([[1, 1]], seed=7).seed == 7
+    assert Options(matryoshka=((1, 1.0),)).matryoshka == ((1, 1.0),)
 
 
 def test_neighbouring_ids_differ_and_small_ids_are_left_out() -> None:
