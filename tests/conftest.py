@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--impl", default="impl:PaddingFree", help="the implementation the laws judge, package.module:Object"
     )
     parser.addoption("--profile", default="ci" if os.environ.get("CI") else "dev", choices=sorted(EXAMPLES))
+    parser.addoption("--full", action="store_true", help="benchmarks: all workloads, all contenders")
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="benchmarks: where")
     parser.addoption("--seed", type=int, help="of the laws' drawn cases (default 0; nightly: the day's number)")
 
 
@@ -83,6 +85,18 @@ def law_database(request: pytest.FixtureRequest) -> ExampleDatabase | None:
 def law_examples(request: pytest.FixtureRequest) -> int:
     """Cases the laws draw in all, for one model."""
     return EXAMPLES[request.config.getoption("--profile")]
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether benchmarks may take long."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where benchmarks run."""
+    return str(request.config.getoption("--device"))
 
 
 @pytest.fixture(autouse=True)
