@@ -1,4 +1,4 @@
-"""Sessions: check, tests, golden, lint; faults, clean, mutants, portability, nightly. Posargs are passed on."""
+"""Sessions: check, tests, golden, lint; bench, faults, clean, mutants, portability, nightly. Posargs are passed on."""
 
 import datetime
 import pathlib
@@ -71,9 +71,7 @@ def bench(session: nox.Session) -> None:
     if "--base" in posargs:
         at = posargs.index("--base")
         base, posargs[at : at + 2] = posargs[at + 1], []
-    record = pathlib.Path(".benchmarks", f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M}.json")
-    record.parent.mkdir(exist_ok=True)
-    session.run("pytest", "--benchmark-only", f"--benchmark-json={record}", "tests/benchmarks", *posargs)
+    session.run("pytest", "--benchmark-only", f"--benchmark-json={_record()}", "tests/benchmarks", *posargs)
     if base:
         session.run("python", "-m", "tests.benchmarks.against", base)
 
@@ -102,6 +100,28 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
-    """Thousands of random cases, every model, with a stored database of examples."""
+    """Everything, at length: nox -s nightly [-- --device cuda]. What fails is named at the end, after the report."""
     _installed_for_tests(session)
-    session.run("pytest", "-n", "auto", "--profile", "nightly", *session.posargs)
+    commands = [
+        ("pytest", "-n", "auto", "--profile", "nightly"),
+        ("python", "-m", "oracle", "golden", "compare"),
+        ("python", "-m", "tests.faults.matrix"),
+        ("pytest", "--benchmark-only", f"--benchmark-json={_record()}", "tests/benchmarks", "--full", *session.posargs),
+        ("python", "-m", "oracle", "check", "--all", "--json", ".oracle/check.json"),
+        ("python", "-m", "oracle", "report"),
+    ]
+    failed = []
+    for command in commands:
+        try:
+            session.run(*command)
+        except nox.command.CommandFailed:
+            failed.append(" ".join(command))
+    if failed:
+        session.error("; ".join(failed))
+
+
+def _record() -> pathlib.Path:
+    """A new file for a benchmark's record; the report reads them all."""
+    record = pathlib.Path(".benchmarks", f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M}.json")
+    record.parent.mkdir(exist_ok=True)
+    return record
