@@ -132,7 +132,7 @@ class Plan:
         shape = [-1 if d == dim % values.dim() else 1 for d in range(values.dim())]
         slots = (tokens < 0).view(shape).to(values.device)
         taken = values.index_select(dim, tokens.clamp(min=0).to(values.device))
-        return torch.where(slots, torch.as_tensor(fill, dtype=values.dtype, device=values.device), taken)
+        return taken.masked_fill(slots, fill)
 
     def gather(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
         """The inverse of ``split``: [..., T, ...] without slots. What a slot holds, NaN too, is never touched."""
