@@ -121,8 +121,7 @@ class _Batch:
         self.anchors = embeddings[torch.tensor(starts, device=device)]
         self.positives = embeddings[torch.tensor(starts, device=device) + 1]
         self.documents = embeddings[torch.tensor(flat, device=device)]
-        numbers = torch.arange(self.count, device=device)
-        self.owner = torch.repeat_interleave(numbers, self.sizes, output_size=len(flat))
+        self.owner = torch.repeat_interleave(self.sizes, output_size=len(flat))
         self.texts: Tensor | None = None
         if identities is not None:
             known = {name: i for i, name in enumerate(dict.fromkeys(identities))}

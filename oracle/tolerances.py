@@ -19,7 +19,7 @@ class Tolerance:
 STREAMING = Tolerance(noise=3e-14, bound=2.0**-36, fault=1e-9)
 
 # Embeddings in low precision (``oracle.numeric``): the greatest entry's distance from the float64 reference, noise over
-# 500 clean cases of each model, fault the smallest of eight planted faults' greatest effects; measured by
+# 10,000 clean cases of each model, fault the smallest of eight planted faults' greatest effects; measured by
 # python -m tests.quality.numeric. Greatest effect, since a run sees it: single cases may show less.
 NUMERIC: dict[tuple[str, str], Tolerance] = {
     ("float32", "qwen3"): Tolerance(noise=8e-07, bound=2.0**-11, fault=0.49),

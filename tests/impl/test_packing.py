@@ -101,6 +101,7 @@ def rows(*tokens: tuple[int, ...]) -> torch.Tensor:
             [6],
         ),
         ({"position_ids": rows((0, 0, 0), (1, 0, 0), (1, 1, 1), (0, 0, 0))}, [3, 1]),  # transformers 5's
+        ({"position_ids": rows((0, 0, 0), (0, 0, 1), (0, 0, 0), (0, 0, 1))}, [2, 2]),  # an image, twice
         ({"position_ids": rows((0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 0, 0), (-1, -1, -1, -1))}, [2, 1]),
         ({"position_ids": [0, 1, 0, 0, 1, 2], "lengths": [2, 1]}, [2, 1]),
         ({"position_ids": [0, 1, 0, 0, 0, 0], "lengths": [2, 1], "count": 2}, [2, 1]),

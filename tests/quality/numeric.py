@@ -1,8 +1,8 @@
 """Measures the table of ``oracle.tolerances.NUMERIC``: python -m tests.quality.numeric prints it, for the file.
 
 Noise: the greatest distance over so many clean cases, eight to a stream. Fault: of the planted faults below, each
-one's greatest distance over FAULT_CASES cases, the smallest of those: a run sees the greatest. Bound: the power of
-two nearest to the geometric mean of both.
+one's greatest distance over FAULT_CASES cases, the smallest of those: a run sees the greatest. Bound: near
+the geometric mean of both, a power of two or halfway between two.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measured(model: str, count: int) -> dict[str, Tolerance]:
     own = drawn(cases(model, **numeric.DRAW), count, of=1)
     low = noise(numeric.DTYPES, own)
     high = {dtype: min(effects(dtype, own[:FAULT_CASES]).values()) for dtype in low}
-    return {d: Tolerance(low[d], 2.0 ** round(math.log2(low[d] * high[d]) / 2), high[d]) for d in low}
+    return {d: Tolerance(low[d], 2.0 ** (round(math.log2(low[d] * high[d])) / 2), high[d]) for d in low}
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
         rows = {model: pool.submit(measured, model, count) for model in TEXT}
         for model, row in rows.items():
             for dtype, found in row.result().items():
-                told = f"noise={found.noise:.2g}, bound=2.0**{round(math.log2(found.bound))}, fault={found.fault:.2g}"
+                told = f"noise={found.noise:.2g}, bound=2.0**{math.log2(found.bound):g}, fault={found.fault:.2g}"
                 print(f'    ("{dtype}", "{model}"): Tolerance({told}),', flush=True)
 
 
