@@ -64,10 +64,11 @@ def test_a_mixer_gets_its_arguments_with_and_without_a_packed_stream() -> None:
     assert mixer.seen[3:] == [(1, 10, 2)]
 
 
-def test_a_layer_that_nobody_knows_is_refused_by_name() -> None:
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])  # one unknown, one without its mixer
+def test_a_layer_that_nobody_knows_is_refused_by_name(kind: str) -> None:
     model = copy.deepcopy(tiny("llama"))
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(BackendError, match="layer 1 is of type chunked_attention"):
+    model.config.layer_types = ["full_attention", kind]
+    with pytest.raises(BackendError, match=f"layer 1 is of type {kind}"):
         impl.encode(model, pack(SEQUENCES))
 
 
