@@ -42,7 +42,8 @@ class Sources:
 
 def content(sources: Sources) -> dict[str, Any]:
     """Everything the page shows, as text and numbers."""
-    found: dict[str, Any] = {"wanted": sources, "verdict": "", "who": "", "laws": [], "findings": []}
+    found: dict[str, Any] = {"wanted": sources, "verdict": "", "who": "", "killed": "", "machine": ""}
+    found |= {part: [] for part in ("laws", "findings", "kinds", "checks", "contenders", "benchmarks", "plots")}
     if sources.check.exists():
         found |= _verdict(json.loads(sources.check.read_text(encoding="utf-8")))
     if sources.matrix.exists():
@@ -56,7 +57,7 @@ def content(sources: Sources) -> dict[str, Any]:
 def html(sources: Sources) -> str:
     """The page."""
     template = resources.files("oracle").joinpath("page.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.ChainableUndefined)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template).render(content(sources)) + "\n"
 
 
@@ -103,20 +104,26 @@ def _tokens(case: Case) -> Iterator[dict[str, Any]]:
 
 def _matrix(matrix: dict[str, Any]) -> dict[str, Any]:
     rows = matrix["rows"]
-    kinds = []
+    checks: list[tuple[object, ...]] = [("this suite", killed(rows), 0)]
+    for style, alarms in matrix["alarms"].items():
+        checks.append((style, f"{sum(row['styles'][style] for row in rows)} of {len(rows)}", alarms))
+    told = f"KILLED {killed(rows)} planted faults, over {matrix['seeds']} seeds each, {max(r['date'] for r in rows)}"
+    return {"kinds": by_kind(rows), "checks": checks, "killed": told}
+
+
+def by_kind(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """The kill matrix kind by kind: killed, public, medians of examples and seconds."""
+    found: list[tuple[object, ...]] = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
         examples, seconds = (statistics.median([row[name] for row in own]) for name in ("median", "seconds"))
         public = sum(bool(row["url"]) for row in own)
-        kinds.append((kind, _killed(own), public, f"{examples:.0f}", f"{seconds:.1f}"))
-    checks: list[tuple[object, ...]] = [("this suite", _killed(rows), 0)]
-    for style, alarms in matrix["alarms"].items():
-        checks.append((style, f"{sum(row['styles'][style] for row in rows)} of {len(rows)}", alarms))
-    killed = f"KILLED {_killed(rows)} planted faults, over {matrix['seeds']} seeds each, {max(r['date'] for r in rows)}"
-    return {"kinds": kinds, "checks": checks, "killed": killed}
+        found.append((kind, killed(own), public, f"{examples:.0f}", f"{seconds:.1f}"))
+    return found
 
 
-def _killed(rows: Sequence[dict[str, Any]]) -> str:
+def killed(rows: Sequence[dict[str, Any]]) -> str:
+    """How many faults no seed let pass."""
     return f"{sum(row['killed'] == row['seeds'] for row in rows)} of {len(rows)}"
 
 
@@ -124,7 +131,7 @@ def _benchmarks(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     newest, info = records[-1], records[-1]["machine_info"]
     timed = [each["extra_info"] for each in newest["benchmarks"] if "limits" in each["extra_info"]]
     contenders = list(dict.fromkeys(name for each in timed for name in each["limits"]))
-    table = [
+    timings = [
         (_named(each), *(f"{each['limits'][name]:.2f}" if name in each["limits"] else "" for name in contenders))
         for each in timed
     ]
@@ -136,7 +143,7 @@ def _benchmarks(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
     return {
         "contenders": contenders,
-        "benchmarks": table,
+        "benchmarks": timings,
         "machine": machine,
         "plots": [plot for plot in (_growth(newest), _raggedness(newest), _history(records)) if plot],
     }
@@ -228,20 +235,21 @@ def markdown(sources: Sources) -> str:
     if found["laws"]:
         lines += ["## Laws", ""]
         laws = [(law["law"], law["status"], law["cases"], f"{law['seconds']:.1f}") for law in found["laws"]]
-        lines += [*_table(("law", "verdict", "cases", "seconds"), laws), ""]
+        lines += [*table(("law", "verdict", "cases", "seconds"), laws), ""]
     for each in found["findings"]:
         lines += [f"## {each['law']}", "", each["sentence"], "", "```", each["told"], each["case"], "```", ""]
-    if "kinds" in found:
+    if found["kinds"]:
         lines += ["## Does the suite catch bugs?", "", found["killed"], ""]
-        lines += [*_table(("kind", "killed", "public", "examples, median", "seconds"), found["kinds"]), ""]
-        lines += [*_table(("check", "kills", "false alarms"), found["checks"]), ""]
-    if "benchmarks" in found:
+        lines += [*table(("kind", "killed", "public", "examples, median", "seconds"), found["kinds"]), ""]
+        lines += [*table(("check", "kills", "false alarms"), found["checks"]), ""]
+    if found["benchmarks"]:
         lines += ["## How fast", "", found["machine"], "", "Time over the limit's:", ""]
-        lines += [*_table(("workload", *found["contenders"]), found["benchmarks"]), ""]
+        lines += [*table(("workload", *found["contenders"]), found["benchmarks"]), ""]
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """A table, line by line."""
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows:

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from oracle.page import by_kind, killed, table
 from oracle.suite import versions
 from tests.faults import styles, trial
 from tests.faults.catalogue import KINDS, Fault, catalogue
@@ -162,16 +163,9 @@ def _short(lengths: Sequence[int]) -> str:
 # --- as text ----------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
-
-
 def killed_line(matrix: Matrix) -> str:
     """The last line of every run."""
-    return f"KILLED {_killed(matrix.rows)}"
+    return f"KILLED {killed([asdict(row) for row in matrix.rows])}"
 
 
 def style_lines(matrix: Matrix) -> Iterator[str]:
@@ -184,20 +178,11 @@ def _caught(style: styles.Style, rows: Sequence[Row]) -> str:
     return f"{sum(row.styles[style.name] for row in rows)} of {len(rows)}"
 
 
-def _killed(rows: Sequence[Row]) -> str:
-    return f"{sum(row.killed == row.seeds for row in rows)} of {len(rows)}"
-
-
 def summary(matrix: Matrix) -> list[str]:
     """The README's part: kinds, then styles."""
-    kinds = []
-    for kind in KINDS:
-        own = [row for row in matrix.rows if row.kind == kind]
-        examples = statistics.median([row.median for row in own])
-        seconds = statistics.median([row.seconds for row in own])
-        kinds.append((kind, _killed(own), sum(bool(row.url) for row in own), f"{examples:.0f}", f"{seconds:.1f}"))
+    rows = [asdict(row) for row in matrix.rows]
     reach = [row for row in matrix.rows if row.reach]
-    checks = [("**this suite**", _killed(matrix.rows), _killed(reach), 0)]
+    checks = [("**this suite**", killed(rows), killed([row for row in rows if row["reach"]]), 0)]
     for style in styles.STYLES:
         checks.append((style.name, _caught(style, matrix.rows), _caught(style, reach), matrix.alarms[style.name]))
     links = len({row.url for row in matrix.rows if row.url})
@@ -205,9 +190,9 @@ def summary(matrix: Matrix) -> list[str]:
         f"{killed_line(matrix)} planted faults, of {links} public bugs and our own, over {matrix.seeds} seeds each, "
         f"torch {matrix.versions['torch']}, {max(row.date for row in matrix.rows)}:",
         "",
-        *_table(("kind", "killed", "public", "examples to kill, median", "seconds"), kinds),
+        *table(("kind", "killed", "public", "examples to kill, median", "seconds"), by_kind(rows)),
         "",
-        *_table(("check", "kills", "of those that change an embedding, a loss or a step", "false alarms"), checks),
+        *table(("check", "kills", "of those that change an embedding, a loss or a step", "false alarms"), checks),
     ]
 
 
@@ -238,7 +223,7 @@ def full(matrix: Matrix) -> list[str]:
                 (f"`{row.fault}`", what, law, f"{row.median:.0f} / {row.p95:.0f}", row.seconds, _short(row.lengths), by)
             )
         head = ("fault", "what is wrong", "first broken law", "examples, median / p95", "seconds", "smallest", "styles")
-        lines += _table(head, cells)
+        lines += table(head, cells)
     lines += ["", "Styles by number: " + "; ".join(f"{1 + at} {name}" for at, name in enumerate(names)) + ".", ""]
     return lines
 
