@@ -76,6 +76,8 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     """Tries the founding batch, then every law."""
     implementation = load(arguments.implementation)
     kind(arguments.model)
+    if arguments.json and arguments.json.parent == suite.COUNTEREXAMPLES:
+        suite.COUNTEREXAMPLES.mkdir(exist_ok=True)  # our own folder, where the report looks, need not be there
     if arguments.json and not arguments.json.resolve().parent.is_dir():
         raise CaseError(f"{arguments.json} cannot be written: there is no folder {arguments.json.parent}")
     report.header(console, suite.describe(implementation), arguments.model, suite.versions(), arguments.seed)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from oracle.exact import exact
 from tests.benchmarks.contenders import ATTENTION, CONTENDERS, DENSE, GPU_ONLY, LIMIT, Contender, Sequences, ours
 from tests.benchmarks.interleaved import Times, interleaved
 from tests.benchmarks.workloads import WORKLOADS, founding, log_normal, qwen3, sequences
@@ -49,11 +50,11 @@ def measured(names: list[str], batch: Sequences, rounds: int, dtype: torch.dtype
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in ("ours", *GPU_ONLY)])
 def test_every_contender_computes_the_same_embeddings(name: str) -> None:
     """A race against something that computes something else proves nothing."""
-    batch = sequences([3, 1, 1, 7, 2, 1, 16, 5, 1])
-    with torch.no_grad():
-        expected = ours(qwen3(), batch)
-        found = CONTENDERS[name](qwen3(), batch)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    batch, model = sequences([3, 1, 1, 7, 2, 1, 16, 5, 1]), qwen3(torch.float64)
+    with torch.no_grad(), exact():
+        expected = ours(model, batch)
+        found = CONTENDERS[name](model, batch)
+    assert torch.equal(found, expected)
 
 
 @benchmark_only

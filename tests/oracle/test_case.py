@@ -58,7 +58,7 @@ def test_sequences_labels_and_lengths_in_row_order() -> None:
         ),
         (lambda: Options(loss="best"), "^loss must be one of infonce, .*, contrastive, .*, found 'best'$"),
         (lambda: Options(hard_negatives=0), "^hard_negatives must be at least 1, found 0$"),
-        (lambda: Options(matryoshka=((0, 1.0),)), "0"),
+        (lambda: Options(matryoshka=((0, 1.0),)), "^matryoshka dimensions must be positive, found 0$"),
         (lambda: Mesh(ulysses=0), "sizes must be at least 1"),
         (lambda: Mesh(data=0), "sizes must be at least 1"),
         (lambda: Case((Group((), (1,)),)), "group 0: its anchor is empty"),

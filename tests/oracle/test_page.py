@@ -72,6 +72,14 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) 
     assert markdown(nothing).startswith("# No verdict is on file")
 
 
+def test_the_command_it_names_works_where_nothing_has_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = main(["check", "tests.faults.founding:StrictDecrease", "--examples", "5", "--json", ".oracle/check.json"])
+    assert status == 1
+    assert main(["report"]) == 0
+    assert "VERDICT exact" in Path(".oracle/report.html").read_text()
+
+
 def test_text_is_escaped(sources: Sources, tmp_path: Path) -> None:
     report = json.loads(sources.check.read_text())
     report["implementation"] = "<b>mine</b>"

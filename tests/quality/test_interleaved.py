@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.benchmarks import against
 from tests.benchmarks.interleaved import Times, interleaved
 
 
@@ -26,3 +27,33 @@ def test_a_ratio_is_the_middle_of_the_rounds() -> None:
 def test_rounds_of_unequal_number_are_no_comparison() -> None:
     with pytest.raises(ValueError, match="shorter"):
         Times({"a": [1, 2], "b": [1]}, {}).ratio("a", "b")
+
+
+class Paced:
+    """A side that takes so long; its first turn, which warms it up, far longer."""
+
+    def __init__(self, slow: dict[str, float]) -> None:
+        self._slow = slow
+        self._warm: set[str] = set()
+
+    def seconds(self, work: str) -> float:
+        first = work not in self._warm
+        self._warm.add(work)
+        return 100.0 if first else self._slow.get(work, 1.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("slow", "status"), [({}, 0), ({"W3 forward": 1.1}, 0), ({"W3 forward": 1.3}, 1)])
+def test_slower_than_another_commit_by_more_than_the_limit_fails(
+    slow: dict[str, float], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = iter([Paced({}), Paced(slow)])  # base, then head
+    monkeypatch.setattr(against, "Side", lambda tree: next(sides))
+    monkeypatch.setattr(against, "unpacked", lambda reference, folder: folder)
+    monkeypatch.setattr("sys.argv", ["against", "v1", "--rounds", "3"])
+    assert against.main() == status
+    told = capsys.readouterr().out
+    assert ("W3 forward      1.30 times v1's time  SLOWER" in told) == bool(status)
+    assert f"AGAINST v1: {status} of 5 slower than 1.15 times" in told
