@@ -12,11 +12,16 @@ from impl.attention import choose, ran, using
 from impl.errors import BackendError, PackingError
 from impl.packing import Packed
 
+# Tokens that go through the model at once on a CPU: more leave its caches, and every tensor is mapped anew.
+PIECE = 2048
+
 
 def hidden_states(
     model: PreTrainedModel, packed: Packed, backend: str | None = None, inputs: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """The last hidden states [T, d] of the stream, each token seeing its own sequence only.
+
+    On a CPU a long stream of texts goes through the model in pieces of whole sequences, one call each.
 
     Args:
         model: a decoder or encoder whose attention goes through transformers' AttentionInterface.
@@ -30,7 +35,11 @@ def hidden_states(
     """
     packed = packed.to(model.device)
     name = backend or choose(model.device, model.dtype)
-    return states_of(model, name, packed.input_ids, packed.position_ids, packed, inputs)
+    if inputs or model.device.type != "cpu":
+        return states_of(model, name, packed.input_ids, packed.position_ids, packed, inputs)
+    with using(model, name):
+        pieces = packed.pieces(PIECE)
+        return torch.cat([states_of(model, name, each.input_ids, each.position_ids, each) for each in pieces])
 
 
 def states_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, zip_longest
 
@@ -55,6 +55,21 @@ class Packed:
         """int64 [n]: index of each sequence's last token in the stream, in the caller's order."""
         ends = self.cu_seqlens[1:].long() - 1
         return ends[torch.tensor(self.places, device=ends.device)]
+
+    def pieces(self, tokens: int) -> Iterator[Packed]:
+        """The stream cut between sequences, at most ``tokens`` a piece; a longer sequence is a piece by itself."""
+        first = last = begin = end = 0  # sequences, tokens
+        for length in self.lengths:
+            if last > first and end + length - begin > tokens:
+                yield self._piece(first, last, begin, end)
+                first, begin = last, end
+            last, end = last + 1, end + length
+        yield self._piece(first, last, begin, end)
+
+    def _piece(self, first: int, last: int, begin: int, end: int) -> Packed:
+        ids, positions = self.input_ids[begin:end], self.position_ids[..., begin:end]
+        ends = self.cu_seqlens[first : last + 1] - begin
+        return Packed(ids, positions, ends, self.lengths[first:last], tuple(range(last - first)))
 
     def to(self, device: torch.device | str) -> Packed:
         """The same batch with its tensors on ``device``."""

@@ -116,7 +116,7 @@ class PaddingFree:
 
         def probe(module: torch.nn.Module, args: object, output: Tensor) -> Tensor:
             added.append(torch.zeros_like(output, requires_grad=True))
-            return output + added[0]
+            return output + added[-1]
 
         handle = model.get_input_embeddings().register_forward_hook(probe)
         try:
@@ -127,8 +127,8 @@ class PaddingFree:
         model.zero_grad()
         loss.backward()
         gradients = _taken_gradients(model)
-        assert added[0].grad is not None
-        inputs = packed.unpack(added[0].grad[0])
+        # One call of the model for each piece of the stream.
+        inputs = packed.unpack(torch.cat([piece.grad[0] for piece in added if piece.grad is not None]))
         return SimpleNamespace(
             embeddings=embeddings.detach(), loss=loss.detach(), gradients=gradients, input_gradients=inputs
         )

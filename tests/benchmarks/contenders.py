@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,10 +100,24 @@ def nested(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: Window, scal
     return values
 
 
+class _Unmixed(torch.autograd.Function):
+    """Queries as they are, for free; every projection gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, _v: Tensor) -> Tensor:
+        ctx.heads = k.shape[1]
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (dq,) = gradients
+        return dq, dq[:, : ctx.heads], dq[:, -ctx.heads :]
+
+
 def nothing(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: Window, scale: float) -> Tensor:
-    """No attention at all, but every projection is used, forward and backward."""
-    times = q.shape[1] // k.shape[1]
-    return q + (k + v).repeat_interleave(times, 1)
+    """No attention at all."""
+    out: Tensor = _Unmixed.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
 
 
 for _backend in (each_sequence, gathered, nested, nothing):
@@ -117,27 +133,32 @@ def through(backend: str, order: str = "given") -> Contender:
     return run
 
 
-def attention_alone(model: PreTrainedModel, sequences: Sequences) -> Tensor:
-    """Attention's own arithmetic in all layers: one SDPA call for each length, on tensors that lie ready."""
-    config, total = model.config, torch.zeros((), device=model.device)
-    alike: dict[int, int] = {}
-    for ids in sequences:
-        alike[len(ids)] = alike.get(len(ids), 0) + 1
-    for _ in range(config.num_hidden_layers):
-        for length, count in alike.items():
-            q, k, v = (
-                torch.empty(count, heads, length, config.head_dim, device=model.device, dtype=model.dtype).fill_(0.1)
-                for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)
-            )
-            parts = [x.requires_grad_(torch.is_grad_enabled()) for x in (q, k, v)]
-            out = scaled_dot_product_attention(*parts, is_causal=length > 1, enable_gqa=True)
-            total = total + out[..., 0].sum()
-    return total.reshape(1, 1)
+def dense_alone(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    """The limit's first part: the model on the real tokens, its attention left out."""
+    return impl.encode(model, impl.pack(sequences), backend="nothing")
 
 
-DENSE, ATTENTION = "dense layers alone", "attention alone"
+def attention_alone(model: PreTrainedModel, sequences: Sequences, backward: bool) -> Callable[[], None]:
+    """The limit's second part: one SDPA call a length and layer, on tensors and gradients that lie ready."""
+    config, ready = model.config, []
+    counts = Counter(map(len, sequences))
+    for length, count in counts.items():
+        shape = count, length, config.head_dim
+        q, k, v, gradient = (
+            torch.randn(shape[0], heads, *shape[1:], device=model.device, dtype=model.dtype)
+            for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2, config.num_attention_heads)
+        )
+        ready.append(([x.requires_grad_(backward) for x in (q, k, v)], gradient))
 
-LIMIT: dict[str, Contender] = {DENSE: through("nothing"), ATTENTION: attention_alone}
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            for parts, gradient in ready * config.num_hidden_layers:
+                out = scaled_dot_product_attention(*parts, is_causal=parts[0].shape[2] > 1, enable_gqa=True)
+                if backward:
+                    torch.autograd.grad(out, parts, gradient)
+
+    return run
+
 
 CONTENDERS: dict[str, Contender] = {
     "ours": ours,
@@ -153,3 +174,20 @@ CONTENDERS: dict[str, Contender] = {
 # Not on a CPU: jagged layouts have no causal kernel there, flex_attention no backward pass (and compiles for
 # a minute). sentence-transformers flattens with flash-attn alone; without, it is "padded".
 GPU_ONLY = ("nested tensors", "flex_attention")
+
+# What a CPU has neither the time nor the memory for.
+MOST_SLOTS, MOST_MASKED = 50_000, 8192
+
+
+def left_out(name: str, sequences: Sequences, device: str) -> str:
+    """Why a contender does not run on this batch here; empty if it does."""
+    slots, tokens = len(sequences) * max(map(len, sequences)), sum(map(len, sequences))
+    if device == "cuda":
+        return ""
+    if name in GPU_ONLY:
+        return "no such kernel on a CPU"
+    if name == "padded" and slots > MOST_SLOTS:
+        return f"{slots} slots"
+    if name == "transformers packed" and tokens > MOST_MASKED:
+        return f"a mask of {tokens} x {tokens}"
+    return ""

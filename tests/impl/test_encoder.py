@@ -13,8 +13,10 @@ from impl import PaddingFree, attention, encoder, mixers, pack
 from impl.errors import BackendError, PackingError
 from oracle import exact, reference
 from oracle.case import Options, Rows, Stream, from_lengths
+from oracle.laws import LAWS, Law
 from oracle.models import MODELS, kind, tiny
 from oracle.outcome import Outcome, compare, compare_embeddings
+from oracle.suite import try_law
 
 LENGTHS = [[3, 1, 7, 1], [1, 1], [12, 2, 1, 9]]
 
@@ -33,6 +35,32 @@ def test_packed_equals_padded_in_every_bit(name: str, backend: str, pooling: str
     assert compare(expected, found) is None
     layers = tiny(name).config.get_text_config().num_hidden_layers - len(mixers.mixers(tiny(name)))
     assert attention.ran[backend] == before + layers, "another back end ran"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "lfm2", "bert"])
+@pytest.mark.parametrize("most", [1, 5, 13])
+def test_a_long_stream_in_pieces_equals_the_reference(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "PIECE", most)
+    model, case, calls = tiny(name), from_lengths(LENGTHS, model=name), 0
+
+    def counted(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    with exact(), model.register_forward_pre_hook(counted):
+        made = PaddingFree().step(model, case)
+    with exact():
+        expected = reference.step(tiny(name), case, Rows())
+    assert calls > 1
+    assert compare(expected, Outcome(made.embeddings, made.loss, made.gradients, made.input_gradients)) is None
+
+
+@pytest.mark.parametrize(
+    "law", [law for law in LAWS if law.family in ("isolation", "agreement")], ids=lambda law: law.name
+)
+def test_the_laws_hold_in_pieces(law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "PIECE", 5)
+    assert try_law(law, PaddingFree(), "qwen3", 20).finding is None
 
 
 def test_a_training_step_as_a_library() -> None:

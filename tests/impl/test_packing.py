@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -42,6 +44,21 @@ def test_every_token_is_where_it_belongs_in_any_order(drawn: list[int], random: 
         assert packed.input_ids[packed.last_tokens()].tolist() == [ids[-1] for ids in sequences]
         assert boundaries(packed.position_ids) == list(packed.lengths)
         assert boundaries(cu_seqlens=packed.cu_seqlens, total=len(packed.input_ids)) == list(packed.lengths)
+
+
+@given(st.lists(lengths(), min_size=1, max_size=20), st.integers(1, 30))
+def test_pieces_are_whole_sequences_as_many_as_fit(drawn: list[int], most: int) -> None:
+    packed = pack([list(range(100 * i, 100 * i + length)) for i, length in enumerate(drawn)], "given")
+    pieces = list(packed.pieces(most))
+    assert torch.cat([piece.input_ids for piece in pieces]).equal(packed.input_ids)
+    assert [length for piece in pieces for length in piece.lengths] == drawn
+    for piece in pieces:
+        assert boundaries(piece.position_ids, total=len(piece.input_ids)) == list(piece.lengths)
+        assert boundaries(cu_seqlens=piece.cu_seqlens, total=len(piece.input_ids)) == list(piece.lengths)
+        assert piece.places == list(range(len(piece.lengths)))
+        assert len(piece.input_ids) <= most or len(piece.lengths) == 1
+    for piece, after in pairwise(pieces):
+        assert len(piece.input_ids) + after.lengths[0] > most
 
 
 @given(cases())
