@@ -1,17 +1,13 @@
-"""One computation in a process of its own, so that its peak memory is its own: seconds and MiB as JSON.
-
-python -m tests.benchmarks.alone loss FORM GROUPS ROWS WIDTH DEVICE, or pooling FORM SEQUENCES POOLING WIDTH DEVICE.
-"""
+"""Computations in a process of their own, so that its peak memory is theirs: seconds and MiB. Linux or CUDA."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,35 +71,55 @@ def pooling(form: str, sequences: int, how: str, width: int, device: str) -> Cal
     return lambda: POOLINGS[form](states, packed, how).square().sum()
 
 
-def measure(*arguments: object, device: str = "cpu") -> dict[str, Any]:
-    """MiB beyond the inputs, seconds and the value, forward and backward, in a fresh process."""
+READY = {"loss": loss, "pooling": pooling}
+Job = tuple[str, str, int, Any, int]  # loss, form, groups, rows, width; or pooling, form, sequences, which, width
+
+
+def measure(jobs: Sequence[Job], device: str = "cpu") -> list[dict[str, float]]:
+    """Each job's MiB beyond its inputs, seconds and value, forward and backward, in a fresh process."""
     # Without the threshold glibc keeps freed blocks for itself, and the peak is its own.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "tests.benchmarks.alone", *map(str, arguments), device]
+    command = [sys.executable, "-m", "tests.benchmarks.alone", json.dumps(jobs), device]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    results: list[dict[str, float]] = json.loads(done.stdout)
+    return results
+
+
+def _held(device: str) -> float:
+    """MiB now; from here on the peak counts anew."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
 
 
 def _peak(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return _status("VmHWM")
 
 
-def main(what: str, form: str, count: str, third: str, width: str, device: str) -> None:
-    """One measurement, printed."""
+def _status(field: str) -> float:
+    """A line of the kernel's, in MiB. (getrusage would count the parent's memory, from before this program.)"""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return float(lines[field].split()[0]) / 2**10
+
+
+def main(jobs: str, device: str) -> None:
+    """The jobs as JSON; prints their results."""
     torch.set_num_threads(1)
-    if what == "loss":
-        run = loss(form, int(count), int(third), int(width), device)
-    else:
-        run = pooling(form, int(count), third, int(width), device)
-    before, start = _peak(device), time.perf_counter()
-    value = run()
-    value.backward()  # type: ignore[no-untyped-call]
-    peak = _peak(device)
-    print(json.dumps({"mib": peak - before, "s": time.perf_counter() - start, "value": value.item()}))
+    results = []
+    for what, *job in json.loads(jobs):
+        run = READY[what](*job, device)
+        before, start = _held(device), time.perf_counter()
+        value = run()
+        value.backward()  # type: ignore[no-untyped-call]
+        peak = _peak(device)
+        results.append({"mib": peak - before, "s": time.perf_counter() - start, "value": value.item()})
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -140,12 +140,12 @@ def dense_alone(model: PreTrainedModel, sequences: Sequences) -> Tensor:
 
 def attention_alone(model: PreTrainedModel, sequences: Sequences, backward: bool) -> Callable[[], None]:
     """The limit's second part: one SDPA call a length and layer, on tensors and gradients that lie ready."""
-    config, ready = model.config, []
+    config, ready, generator = model.config, [], torch.Generator().manual_seed(0)
     counts = Counter(map(len, sequences))
     for length, count in counts.items():
         shape = count, length, config.head_dim
         q, k, v, gradient = (
-            torch.randn(shape[0], heads, *shape[1:], device=model.device, dtype=model.dtype)
+            torch.randn(shape[0], heads, *shape[1:], generator=generator).to(model.device, model.dtype)
             for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2, config.num_attention_heads)
         )
         ready.append(([x.requires_grad_(backward) for x in (q, k, v)], gradient))
