@@ -43,7 +43,8 @@ class Sources:
 def content(sources: Sources) -> dict[str, Any]:
     """Everything the page shows, as text and numbers."""
     found: dict[str, Any] = {"wanted": sources, "verdict": "", "who": "", "killed": "", "machine": ""}
-    found |= {part: [] for part in ("laws", "findings", "kinds", "checks", "contenders", "benchmarks", "plots")}
+    found |= {part: [] for part in ("laws", "findings", "kinds", "checks", "contenders", "benchmarks")}
+    found |= {"plots": [], "left_out": []}
     if sources.check.exists():
         found |= _verdict(json.loads(sources.check.read_text(encoding="utf-8")))
     if sources.matrix.exists():
@@ -145,8 +146,21 @@ def _benchmarks(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "contenders": contenders,
         "benchmarks": timings,
         "machine": machine,
-        "plots": [plot for plot in (_growth(newest), _raggedness(newest), _history(records)) if plot],
+        "left_out": list(_left_out(timed)),
+        "plots": [plot for plot in (_growth(newest), _raggedness(newest), *_grown(newest), _history(records)) if plot],
     }
+
+
+def _left_out(timed: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Who did not run, where, and why; a line for each reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in timed:
+        for name, why in each.get("left out", {}).items():
+            where = found.setdefault((name, why), [])
+            if each["workload"] not in where:
+                where.append(each["workload"])
+    for (name, why), where in found.items():
+        yield f"{name}, {', '.join(where)}: {why}"
 
 
 def _named(each: dict[str, Any]) -> str:
@@ -158,9 +172,9 @@ def _named(each: dict[str, Any]) -> str:
 
 
 def _plot(
-    title: str, x: str, y: str, lines: dict[str, list[tuple[Any, float]]], logarithmic: bool = False
+    title: str, x: str, y: str, lines: dict[str, list[tuple[Any, float]]], logarithmic: str = ""
 ) -> dict[str, str]:
-    """An SVG in the page's own colours, light and dark; needs matplotlib."""
+    """An SVG in the page's own colours, light and dark; logarithmic: "", "y" or "xy". Needs matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -174,11 +188,11 @@ def _plot(
         for colour, (name, points) in zip(cycle(COLOURS), lines.items(), strict=False):
             axes.plot(*zip(*points, strict=True), label=name, color=colour, marker="o")
         axes.set(xlabel=x, ylabel=y)
-        if logarithmic:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-        else:
+        for name in logarithmic:
+            axis = getattr(axes, f"{name}axis")
+            getattr(axes, f"set_{name}scale")("log")
+            axis.set_major_formatter("{x:g}")
+        if not logarithmic:
             axes.set_ylim(0, 1.1 * max(y for points in lines.values() for _, y in points))
         axes.grid(visible=True, which="both")
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -203,6 +217,20 @@ def _growth(record: dict[str, Any]) -> dict[str, str] | None:
     return _plot("A token's time as the batch grows", "sequences", "microseconds", lines)
 
 
+def _grown(record: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Memory and time as the batch grows, for each computation that was measured in several forms."""
+    for each in record["benchmarks"]:
+        growth = each["extra_info"].get("growth")
+        if growth:
+            for key, unit in (("mib", "MiB beyond the inputs"), ("s", "seconds")):
+                lines = {
+                    form: [(int(count), measured[key]) for count, measured in counts.items()]
+                    for form, counts in growth["forms"].items()
+                }
+                title = f"{growth['of'].capitalize()}, forward and backward: {unit}"
+                yield _plot(title, "groups" if growth["of"] == "loss" else "sequences", unit, lines, "xy")
+
+
 def _raggedness(record: dict[str, Any]) -> dict[str, str] | None:
     ragged = _extra(record, "raggedness")
     if not ragged:
@@ -210,7 +238,7 @@ def _raggedness(record: dict[str, Any]) -> dict[str, str] | None:
     names = next(iter(ragged.values()))
     lines = {name: [(float(sigma), limits[name]) for sigma, limits in ragged.items()] for name in names}
     title = "Time over the limit's as lengths grow more uneven"
-    return _plot(title, "spread of the lengths' logarithms", "times the limit", lines, logarithmic=True)
+    return _plot(title, "spread of the lengths' logarithms", "times the limit", lines, "y")
 
 
 def _history(records: Sequence[dict[str, Any]]) -> dict[str, str] | None:
@@ -245,6 +273,7 @@ def markdown(sources: Sources) -> str:
     if found["benchmarks"]:
         lines += ["## How fast", "", found["machine"], "", "Time over the limit's:", ""]
         lines += [*table(("workload", *found["contenders"]), found["benchmarks"]), ""]
+        lines += [f"* Left out: {told}" for told in found["left_out"]]
     return "\n".join(lines)
 
 

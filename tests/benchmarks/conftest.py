@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -32,3 +33,16 @@ def _gpu() -> dict[str, str] | None:
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     found = dict(zip(FIELDS.split(","), (value.strip() for value in told.split(",")), strict=True))
     return found | {"cuda": str(torch.version.cuda)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The plain forms of a large batch take minutes."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(3600))
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_benchmark_generate_json(benchmarks: list[Any]) -> Generator[None, dict[str, Any], dict[str, Any]]:
+    """A benchmark that was broken off has no times; the record of the others must not be lost with it."""
+    benchmarks[:] = [each for each in benchmarks if each.stats.data]
+    return (yield)

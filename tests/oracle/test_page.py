@@ -17,12 +17,17 @@ from tests.faults.matrix import STORED
 def record(date: str, ours: float) -> dict[str, Any]:
     """One night's, as pytest-benchmark writes it, shortened."""
     timed = {"workload": "W1", "dtype": "torch.float32", "backward": True, "limits": {"ours": ours, "padded": 9.25}}
+    timed["left out"] = {"transformers packed": "a mask of 9 x 9"}
+    forms = {
+        form: {"512": {"mib": 1.0, "s": 2.0}, "2048": {"mib": 4.0, "s": 9.0}} for form in ("plain", "chunks of 64")
+    }
     return {
         "datetime": f"{date}T02:00:00",
         "commit_info": {"id": "0123456789abcdef"},
         "machine_info": {"cpu": {"brand_raw": "Some CPU"}, "threads": 1, "torch": "2.13.0", "transformers": "5.24.0"},
         "benchmarks": [
             {"extra_info": timed},
+            {"extra_info": {"growth": {"of": "loss", "forms": forms}}},
             {"extra_info": {"microseconds a token": {"64": 500.0, "4096": 520.0}}},
             {"extra_info": {"raggedness": {"0.0": {"ours": 1.1, "padded": 1.1}, "1.0": {"ours": 1.2, "padded": 4.0}}}},
         ],
@@ -54,7 +59,15 @@ def test_the_page_shows_every_part(sources: Sources) -> None:
     assert "2026-11-30, commit 01234567, Some CPU, 1 thread(s), torch 2.13.0" in page
     assert "<td>W1, float32, forward and backward</td>" in page
     assert '<td class="number">1.31</td>' in page
-    assert page.count("<svg") == 3, "growth, raggedness, history"
+    assert "<li>transformers packed, W1: a mask of 9 x 9</li>" in page
+    for title in (
+        "A token&#39;s time as the batch grows",
+        "Time over the limit&#39;s as lengths grow more uneven",
+        "Loss, forward and backward: MiB beyond the inputs",
+        "Loss, forward and backward: seconds",
+        "Ours over the limit, night after night",
+    ):
+        assert re.search(f"<figcaption>{title}</figcaption><svg", page), title
 
 
 def test_the_page_needs_nothing_else(sources: Sources) -> None:
@@ -93,6 +106,7 @@ def test_markdown_for_a_jobs_summary(sources: Sources) -> None:
     text = markdown(sources)
     assert "| boundaries.lengths_are_recovered | BROKEN | 1 |" in text
     assert "| W1, float32, forward and backward | 1.31 | 9.25 |" in text
+    assert "* Left out: transformers packed, W1: a mask of 9 x 9" in text
     assert "| this suite |" in text
 
 
