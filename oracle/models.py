@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig as PreTrainedConfig  # its name before transformers 5
+from transformers import PreTrainedModel
 
 from oracle.case import IMAGE_ID, PATCHES
 

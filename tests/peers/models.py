@@ -1,0 +1,61 @@
+"""Model directories without a hub: a tiny Qwen3 and a tokenizer in which the word t5 is the token 5."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import tempfile
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from oracle.models import PAD_ID, VOCABULARY, tiny
+
+END_ID = 2
+
+
+def only(model: PreTrainedModel, *kinds: str) -> None:
+    """Declines other models than these."""
+    if model.config.model_type not in kinds:
+        raise NotImplementedError
+
+
+def text(ids: tuple[int, ...] | list[int]) -> str:
+    """A text whose tokens are these."""
+    return " ".join(f"t{token}" for token in ids)
+
+
+def causal(model: PreTrainedModel) -> Qwen3ForCausalLM:
+    """A language model around an encoder: the same modules and parameters."""
+    with torch.random.fork_rng(devices=[]):
+        whole = Qwen3ForCausalLM(model.config)
+    whole.model = model
+    return whole.to(model.dtype)
+
+
+@cache
+def directory() -> str:
+    """A folder as from a hub: configuration, weights, tokenizer."""
+    folder = tempfile.mkdtemp(prefix="tiny-qwen3-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    causal(copy.deepcopy(tiny("qwen3"))).float().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    assert Path(folder, "tokenizer.json").exists()
+    return folder
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Whitespace between words; pad 0, unknown 1, end 2."""
+    words = {"<pad>": PAD_ID, "<unk>": 1, "<end>": END_ID} | {f"t{i}": i for i in range(3, VOCABULARY)}
+    raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", padding_side="right"
+    )
