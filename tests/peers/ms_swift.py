@@ -70,6 +70,9 @@ class PaddingFree:
     __version__ = VERSION
     padding_free, padding_side = True, "right"
 
+    def __init__(self) -> None:
+        loaded(self.padding_free, self.padding_side)  # outside exact arithmetic, which has no use for its set-up
+
     def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
         """The rows that its re-padding makes, counted."""
         count = len(position_ids) if position_ids is not None else int(cu_seqlens[-1])
