@@ -147,7 +147,7 @@ def _around(whole: Any, model: PreTrainedModel) -> Iterator[None]:
 
 
 PAIRS = {
-    "cosine_similarity": ("cosine_similarity_loss", "CosineSimilarityLoss"),
+    "cosine_similarity": ("cosine_similarity_func", "CosineSimilarityLoss"),
     "contrastive": ("contrastive_loss", "ContrastiveLoss"),
     "online_contrastive": ("online_contrastive_loss", "OnlineContrastiveLoss"),
     "infonce": ("infonce_loss", "InfonceLoss"),
