@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +39,8 @@ def _gpu() -> dict[str, str] | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The plain forms of a large batch take minutes."""
     for item in items:
-        item.add_marker(pytest.mark.timeout(3600))
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)
