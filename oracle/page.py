@@ -147,7 +147,9 @@ def _benchmarks(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "benchmarks": timings,
         "machine": machine,
         "left_out": list(_left_out(timed)),
-        "plots": [plot for plot in (_growth(newest), _raggedness(newest), *_grown(newest), _history(records)) if plot],
+        "plots": [
+            plot for plot in (_token_time(newest), _raggedness(newest), *_grown(newest), _history(records)) if plot
+        ],
     }
 
 
@@ -192,6 +194,8 @@ def _plot(
             axis = getattr(axes, f"{name}axis")
             getattr(axes, f"set_{name}scale")("log")
             axis.set_major_formatter("{x:g}")
+        if logarithmic == "y":  # a few times the limit: hardly a power of ten to put a number at
+            axes.yaxis.set_minor_formatter("{x:g}")
         if not logarithmic:
             axes.set_ylim(0, 1.1 * max(y for points in lines.values() for _, y in points))
         axes.grid(visible=True, which="both")
@@ -209,7 +213,7 @@ def _extra(record: dict[str, Any], key: str) -> Any:
     return next((each["extra_info"][key] for each in record["benchmarks"] if key in each["extra_info"]), None)
 
 
-def _growth(record: dict[str, Any]) -> dict[str, str] | None:
+def _token_time(record: dict[str, Any]) -> dict[str, str] | None:
     micros = _extra(record, "microseconds a token")
     if not micros:
         return None

@@ -68,6 +68,8 @@ def test_the_page_shows_every_part(sources: Sources) -> None:
         "Ours over the limit, night after night",
     ):
         assert re.search(f"<figcaption>{title}</figcaption><svg", page), title
+    uneven = page.split("grow more uneven</figcaption>")[1].split("</svg>")[0]
+    assert re.search(r"<text[^>]*>2</text>", uneven), "numbers at the minor ticks, for there is hardly another"
 
 
 def test_the_page_needs_nothing_else(sources: Sources) -> None:

@@ -6,7 +6,6 @@ import atexit
 import copy
 import tempfile
 from functools import cache
-from pathlib import Path
 from shutil import rmtree
 
 import torch
@@ -17,18 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausa
 
 from oracle.models import PAD_ID, VOCABULARY, tiny
 
-END_ID = 2
-
 
 def only(model: PreTrainedModel, *kinds: str) -> None:
     """Declines other models than these."""
     if model.config.model_type not in kinds:
         raise NotImplementedError
-
-
-def text(ids: tuple[int, ...] | list[int]) -> str:
-    """A text whose tokens are these."""
-    return " ".join(f"t{token}" for token in ids)
 
 
 def causal(model: PreTrainedModel) -> Qwen3ForCausalLM:
@@ -46,14 +38,13 @@ def directory() -> str:
     atexit.register(rmtree, folder, ignore_errors=True)
     causal(copy.deepcopy(tiny("qwen3"))).float().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    assert Path(folder, "tokenizer.json").exists()
     return folder
 
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Whitespace between words; pad 0, unknown 1, end 2."""
-    words = {"<pad>": PAD_ID, "<unk>": 1, "<end>": END_ID} | {f"t{i}": i for i in range(3, VOCABULARY)}
+    words = {"<pad>": PAD_ID, "<unk>": 1, "<end>": 2} | {f"t{i}": i for i in range(3, VOCABULARY)}
     raw = Tokenizer(WordLevel(words, unk_token="<unk>"))
     raw.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(

@@ -95,7 +95,7 @@ class PaddingFree:
         inputs = template.data_collator(batch)
         with _around(whole, model):
             found = whole(**inputs)["last_hidden_state"]
-        if len(found) != len(sequences):
+        if len(found) != len(sequences):  # the law that counts them is to see it
             return found
         return found[torch.tensor(order).argsort()]
 
@@ -177,5 +177,4 @@ def swift_loss(embeddings: Tensor, labels: Sequence[float], options: Any) -> Ten
     with patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
         if OLD:
             return getattr(losses, function)(outputs, torch.tensor(labels))
-        trainer = SimpleNamespace(is_megatron=False)
-        return getattr(losses, class_)(SimpleNamespace(), trainer)(outputs, torch.tensor(labels))
+        return getattr(losses, class_)(SimpleNamespace(), SimpleNamespace())(outputs, torch.tensor(labels))
