@@ -133,7 +133,10 @@ def _benchmarks(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     timed = [each["extra_info"] for each in newest["benchmarks"] if "limits" in each["extra_info"]]
     contenders = list(dict.fromkeys(name for each in timed for name in each["limits"]))
     timings = [
-        (_named(each), *(f"{each['limits'][name]:.2f}" if name in each["limits"] else "" for name in contenders))
+        (
+            f"{_named(each)}; {each['sequences']:,} sequences, {each['tokens']:,} tokens",
+            *(f"{each['limits'][name]:.2f}" if name in each["limits"] else "" for name in contenders),
+        )
         for each in timed
     ]
     device = info.get("gpu") or {}
@@ -180,6 +183,7 @@ def _plot(
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
     except ImportError:
         return {"title": f"{title}: plots need pip install padding-free-oracle[report]", "svg": ""}
     ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
@@ -193,9 +197,12 @@ def _plot(
         for name in logarithmic:
             axis = getattr(axes, f"{name}axis")
             getattr(axes, f"set_{name}scale")("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
-        if logarithmic == "y":  # a few times the limit: hardly a power of ten to put a number at
-            axes.yaxis.set_minor_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        if "x" in logarithmic:  # sizes: the measured ones are the numbers to read
+            axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         if not logarithmic:
             axes.set_ylim(0, 1.1 * max(y for points in lines.values() for _, y in points))
         axes.grid(visible=True, which="both")

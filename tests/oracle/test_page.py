@@ -16,7 +16,8 @@ from tests.faults.matrix import STORED
 
 def record(date: str, ours: float) -> dict[str, Any]:
     """One night's, as pytest-benchmark writes it, shortened."""
-    timed = {"workload": "W1", "dtype": "torch.float32", "backward": True, "limits": {"ours": ours, "padded": 9.25}}
+    timed = {"workload": "W1", "sequences": 516, "tokens": 2029, "dtype": "torch.float32", "backward": True}
+    timed["limits"] = {"ours": ours, "padded": 9.25}
     timed["left out"] = {"transformers packed": "a mask of 9 x 9"}
     forms = {
         form: {"512": {"mib": 1.0, "s": 2.0}, "2048": {"mib": 4.0, "s": 9.0}} for form in ("plain", "chunks of 64")
@@ -57,7 +58,7 @@ def test_the_page_shows_every_part(sources: Sources) -> None:
     assert re.search(r"KILLED (\d+) of \1 planted faults", page)
     assert "allclose, random lengths 1 to 64" in page
     assert "2026-11-30, commit 01234567, Some CPU, 1 thread(s), torch 2.13.0" in page
-    assert "<td>W1, float32, forward and backward</td>" in page
+    assert "<td>W1, float32, forward and backward; 516 sequences, 2,029 tokens</td>" in page
     assert '<td class="number">1.31</td>' in page
     assert "<li>transformers packed, W1: a mask of 9 x 9</li>" in page
     for title in (
@@ -107,7 +108,7 @@ def test_text_is_escaped(sources: Sources, tmp_path: Path) -> None:
 def test_markdown_for_a_jobs_summary(sources: Sources) -> None:
     text = markdown(sources)
     assert "| boundaries.lengths_are_recovered | BROKEN | 1 |" in text
-    assert "| W1, float32, forward and backward | 1.31 | 9.25 |" in text
+    assert "| W1, float32, forward and backward; 516 sequences, 2,029 tokens | 1.31 | 9.25 |" in text
     assert "* Left out: transformers packed, W1: a mask of 9 x 9" in text
     assert "| this suite |" in text
 
