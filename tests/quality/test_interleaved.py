@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.benchmarks import against
@@ -57,3 +63,30 @@ def test_slower_than_another_commit_by_more_than_the_limit_fails(
     told = capsys.readouterr().out
     assert ("W3 forward      1.30 times v1's time  SLOWER" in told) == bool(status)
     assert f"AGAINST v1: {status} of 5 slower than 1.15 times" in told
+
+
+# A time limit ends a test by pytest.fail, which is no Exception.
+BROKEN_OFF = """
+import pytest
+
+
+def test_whole(benchmark):
+    benchmark.pedantic(lambda: None, rounds=2)
+
+
+def test_broken_off(benchmark):
+    benchmark.pedantic(lambda: pytest.fail('too long'), rounds=2)
+"""
+
+
+def test_a_broken_off_benchmark_does_not_take_the_others_record_with_it(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.benchmarks.conftest import pytest_benchmark_generate_json\n")
+    (tmp_path / "test_two.py").write_text(BROKEN_OFF)
+    command = [sys.executable, "-m", "pytest", "-q", "--benchmark-json=record.json", "-p", "no:randomly", "."]
+    root = Path(__file__).resolve().parents[2]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+    )
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [each["name"] for each in record["benchmarks"]] == ["test_whole"]
