@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 import transformers
@@ -26,3 +28,17 @@ def stamp() -> dict[str, str]:
     """Today's date and the commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {"date": datetime.now(UTC).date().isoformat(), "commit": commit.stdout.strip()}
+
+
+def read_part(text: str, begin: str, end: str) -> str:
+    """What stands between two marks."""
+    return text.partition(begin)[2].partition(end)[0].strip()
+
+
+def write_part(path: Path, begin: str, end: str, lines: Sequence[str]) -> None:
+    """Puts lines between a file's two marks."""
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, close, after = rest.partition(end)
+    if not mark or not close:
+        raise ValueError(f"{path} lacks {begin} ... {end}")
+    path.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}", encoding="utf-8")

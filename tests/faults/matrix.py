@@ -25,7 +25,7 @@ from oracle.page import by_kind, killed, table
 from oracle.suite import versions
 from tests.faults import styles, trial
 from tests.faults.catalogue import KINDS, Fault, catalogue
-from tests.measuring import stamp, workers
+from tests.measuring import stamp, workers, write_part
 
 FOLDER = Path(__file__).parent
 STORED, TABLE, README = FOLDER / "matrix.json", FOLDER / "MATRIX.md", FOLDER.parents[1] / "README.md"
@@ -234,18 +234,11 @@ def load() -> Matrix:
     return Matrix(**{**raw, "rows": [Row(**row) for row in raw["rows"]]})
 
 
-def readme_part(text: str) -> str:
-    """What stands between the README's marks."""
-    return text.partition(BEGIN)[2].partition(END)[0].strip()
-
-
 def write(matrix: Matrix) -> None:
     """matrix.json, MATRIX.md, and the README's part."""
     STORED.write_text(json.dumps(asdict(matrix), indent=1) + "\n", encoding="utf-8")
     TABLE.write_text("\n".join(full(matrix)), encoding="utf-8")
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n\n" + "\n".join(summary(matrix)) + f"\n\n{END}{after}", encoding="utf-8")
+    write_part(README, BEGIN, END, summary(matrix))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from oracle.laws import LAWS
 from oracle.suite import shares
 from tests.faults import matrix, styles, trial
 from tests.faults.catalogue import Fault, catalogue
+from tests.measuring import read_part
 
 FAULTS = {fault.id: fault for fault in catalogue()}
 
@@ -30,7 +31,8 @@ def test_the_stored_matrix_is_of_this_catalogue_and_has_no_survivor() -> None:
 
 def test_readme_and_table_are_the_stored_matrix_and_nothing_else() -> None:
     stored = matrix.load()
-    assert matrix.readme_part(matrix.README.read_text(encoding="utf-8")) == "\n".join(matrix.summary(stored)).strip()
+    published = read_part(matrix.README.read_text(encoding="utf-8"), matrix.BEGIN, matrix.END)
+    assert published == "\n".join(matrix.summary(stored)).strip()
     assert matrix.TABLE.read_text(encoding="utf-8") == "\n".join(matrix.full(stored))
 
 

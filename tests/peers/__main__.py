@@ -1,0 +1,91 @@
+"""Released packages before the suite, against what is expected of them.
+
+python -m tests.peers ms-swift==3.10.1           where it is installed: every adapter, every law; 1 on a surprise
+python -m tests.peers ms-swift==3.10.1 --write   puts what was found into expectations.json
+python -m tests.peers --readme                   writes the README's track record from expectations.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from oracle import report
+from oracle.contract import load
+from oracle.suite import check, save
+from tests.measuring import write_part
+from tests.peers import expectations
+
+PEERS = expectations.FOLDER / "peers.toml"
+EXAMPLES = 1600
+
+
+def peers() -> dict[str, dict[str, Any]]:
+    """peers.toml."""
+    return tomllib.loads(PEERS.read_text(encoding="utf-8"))
+
+
+def judge(
+    peer: str,
+    adapters: Sequence[str],
+    stored: expectations.Expectations,
+    console: Console,
+    examples: int,
+    seed: int = 0,
+) -> list[str]:
+    """Tries every law on every adapter, prints what breaks, records it in ``stored``; returns the surprises."""
+    surprises = []
+    for adapter in adapters:
+        found = check(load(f"tests.peers.{adapter}"), examples=examples, seed=seed, stop_at_first=False)
+        console.print(f"\n{peer}, {adapter}: {found.verdict}", highlight=False, markup=False, soft_wrap=True)
+        for result in found.results:
+            if result.finding:
+                report.finding(console, result.finding, result.sentence, save(result.finding, f"tests.peers.{adapter}"))
+        expected = stored.of(peer, adapter)
+        surprises += [f"{peer}, {adapter}: {told}" for told in expectations.surprises(expected, found)]
+        expectations.recorded(stored, peer, adapter, found)
+    return surprises
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 on a surprise, 2 where the package is another."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    parser.add_argument("peer", nargs="?", choices=sorted(peers()))
+    parser.add_argument("--adapter", action="append", help="this one alone, module:Class")
+    parser.add_argument("--examples", type=int, default=EXAMPLES, help="cases drawn for each adapter")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="store what was found")
+    parser.add_argument("--readme", action="store_true", help="write the README's track record")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    stored, surprises = expectations.load(), []
+    if given.peer:
+        name, _, wanted = given.peer.partition("==")
+        if version(name) != wanted:
+            console.print(f"{name} {version(name)} is installed, not {wanted}: nox -s peers -- {given.peer}")
+            return 2
+        adapters = given.adapter or peers()[given.peer]["adapters"]
+        surprises = judge(given.peer, adapters, stored, console, given.examples, given.seed)
+        for told in surprises:
+            console.print(f"SURPRISE {told}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"PEER {given.peer}: {len(surprises)} surprises")
+    if given.write:
+        expectations.save(stored)
+    if given.readme:
+        lines = expectations.track_record(expectations.load())
+        write_part(expectations.README, expectations.BEGIN, expectations.END, lines)
+    return 1 if surprises and not given.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
