@@ -18,9 +18,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from oracle import report
 from oracle.contract import load
-from oracle.suite import check, save
+from oracle.report import finding
+from oracle.suite import Report, check, save
 from tests.measuring import write_part
 from tests.peers import expectations
 
@@ -40,19 +40,20 @@ def judge(
     console: Console,
     examples: int,
     seed: int = 0,
-) -> list[str]:
-    """Tries every law on every adapter, prints what breaks, records it in ``stored``; returns the surprises."""
-    surprises = []
+) -> tuple[dict[str, Report], list[str]]:
+    """Tries every law on every adapter and prints what breaks; the reports, and what was not expected."""
+    reports, surprises = {}, []
     for adapter in adapters:
-        found = check(load(f"tests.peers.{adapter}"), examples=examples, seed=seed, stop_at_first=False)
+        specification = f"tests.peers.{adapter}"
+        found = check(load(specification), examples=examples, seed=seed, stop_at_first=False)
         console.print(f"\n{peer}, {adapter}: {found.verdict}", highlight=False, markup=False, soft_wrap=True)
         for result in found.results:
             if result.finding:
-                report.finding(console, result.finding, result.sentence, save(result.finding, f"tests.peers.{adapter}"))
-        expected = stored.of(peer, adapter)
-        surprises += [f"{peer}, {adapter}: {told}" for told in expectations.surprises(expected, found)]
-        expectations.recorded(stored, peer, adapter, found)
-    return surprises
+                finding(console, result.finding, result.sentence, save(result.finding, specification))
+        told = expectations.surprises(stored.of(peer, adapter), found)
+        surprises += [f"{peer}, {adapter}: {each}" for each in told]
+        reports[adapter] = found
+    return reports, surprises
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,19 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     console = Console(width=None if sys.stdout.isatty() else 160)
-    stored, surprises = expectations.load(), []
+    surprises: list[str] = []
     if given.peer:
         name, _, wanted = given.peer.partition("==")
         if version(name) != wanted:
             console.print(f"{name} {version(name)} is installed, not {wanted}: nox -s peers -- {given.peer}")
             return 2
         adapters = given.adapter or peers()[given.peer]["adapters"]
-        surprises = judge(given.peer, adapters, stored, console, given.examples, given.seed)
+        reports, surprises = judge(given.peer, adapters, expectations.load(), console, given.examples, given.seed)
         for told in surprises:
             console.print(f"SURPRISE {told}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"PEER {given.peer}: {len(surprises)} surprises")
-    if given.write:
-        expectations.save(stored)
+        console.print(f"PEER {given.peer}: {len(surprises)} surprises", highlight=False)
+        if given.write:
+            stored = expectations.load()  # again: another run may have written meanwhile
+            for adapter, found in reports.items():
+                expectations.recorded(stored, given.peer, adapter, found)
+            expectations.save(stored)
     if given.readme:
         lines = expectations.track_record(expectations.load())
         write_part(expectations.README, expectations.BEGIN, expectations.END, lines)
