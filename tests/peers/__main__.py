@@ -44,8 +44,9 @@ def judge(
     """Tries every law on every adapter and prints what breaks; the reports, and what was not expected."""
     reports, surprises = {}, []
     for adapter in adapters:
-        specification = f"tests.peers.{adapter}"
-        found = check(load(specification), examples=examples, seed=seed, stop_at_first=False)
+        name, _, model = adapter.partition(" ")
+        specification = f"tests.peers.{name}"
+        found = check(load(specification), model or "qwen3", examples, seed, stop_at_first=False)
         console.print(f"\n{peer}, {adapter}: {found.verdict}", highlight=False, markup=False, soft_wrap=True)
         for result in found.results:
             if result.finding:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 on a surprise, 2 where the package is another."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("peer", nargs="?", choices=sorted(peers()))
-    parser.add_argument("--adapter", action="append", help="this one alone, module:Class")
+    parser.add_argument("--adapter", action="append", help="this one alone, module:Class or 'module:Class model'")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="cases drawn for each adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="store what was found")

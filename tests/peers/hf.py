@@ -1,0 +1,120 @@
+"""transformers: packed position ids through its models, and its two ways to find the sequences in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+POSITIONS_AFTER_PAD = ("xlm-roberta",)  # its first token's position id is the pad id's and 1
+
+
+class Packed:
+    """DataCollatorWithFlattening's batch through the model with sdpa, no mask, no cache."""
+
+    name = "transformers, packed"
+    __version__ = transformers.__version__
+    attention, mask, cache = "sdpa", False, False
+
+    def encode(
+        self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"
+    ) -> Tensor:
+        """The states at the ends that the collator's cu_seq_lens name."""
+        if layout.tail > 1 or layout.each > 1 or pooling != "last":
+            raise NotImplementedError
+        order = layout.arranged(len(sequences))
+        batch = self.collated(model, [{"input_ids": list(sequences[i])} for i in order])
+        batch.pop("labels")
+        ends = batch["cu_seq_lens_q"][1:].long() - 1
+        if self.mask:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        with _attending(model, self.attention):
+            states = model(**batch, use_cache=self.cache).last_hidden_state[0]
+        return torch.nn.functional.normalize(states[ends], dim=-1)[torch.tensor(order).argsort()]
+
+    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]]) -> Any:
+        """Numbered as the model wants it: from 0, or for RoBERTa's kin from 2."""
+        start = 2 if model.config.model_type in POSITIONS_AFTER_PAD else 0
+        collator = DataCollatorWithFlattening(
+            return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=start
+        )
+        return collator(features, return_tensors="pt")
+
+
+class PackedEager(Packed):
+    """With eager attention."""
+
+    name, attention = "transformers, packed, eager", "eager"
+
+
+class PackedFlex(Packed):
+    """With flex attention."""
+
+    name, attention = "transformers, packed, flex", "flex_attention"
+
+
+class PackedMask(Packed):
+    """With a mask of ones beside the position ids."""
+
+    name, mask = "transformers, packed, mask of ones", True
+
+
+class PackedCache(Packed):
+    """With a cache, as configurations have it by default."""
+
+    name, cache = "transformers, packed, cache", True
+
+
+class PackedDefault(Packed):
+    """The collator as it comes, numbering from 0."""
+
+    name = "transformers, packed, collator's defaults"
+
+    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]]) -> Any:
+        """No option but the lengths."""
+        return DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features, return_tensors="pt")
+
+
+class FlashArguments:
+    """prepare_fa_kwargs_from_position_ids: what its flash-attention path makes of position ids."""
+
+    name = "transformers, prepare_fa_kwargs_from_position_ids"
+    __version__ = transformers.__version__
+
+    def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
+        """From cu_seq_lens_q."""
+        if position_ids is None or position_ids.dim() > 1:
+            raise NotImplementedError
+        (cu_seqlens, _), _ = prepare_fa_kwargs_from_position_ids(position_ids[None])
+        return cu_seqlens.diff().tolist()
+
+
+class SequenceIndices:
+    """find_packed_sequence_indices: what its masks make of position ids."""
+
+    name = "transformers, find_packed_sequence_indices"
+    __version__ = transformers.__version__
+
+    def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
+        """Tokens with each index."""
+        if position_ids is None or position_ids.dim() > 1:
+            raise NotImplementedError
+        indices = find_packed_sequence_indices(position_ids[None])
+        return [len(position_ids)] if indices is None else indices[0].unique_consecutive(return_counts=True)[1].tolist()
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
