@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 POSITIONS_AFTER_PAD = ("xlm-roberta",)  # its first token's position id is the pad id's and 1
@@ -52,12 +52,6 @@ class PackedEager(Packed):
     """With eager attention."""
 
     name, attention = "transformers, packed, eager", "eager"
-
-
-class PackedFlex(Packed):
-    """With flex attention."""
-
-    name, attention = "transformers, packed, flex", "flex_attention"
 
 
 class PackedMask(Packed):
@@ -108,6 +102,24 @@ class SequenceIndices:
             raise NotImplementedError
         indices = find_packed_sequence_indices(position_ids[None])
         return [len(position_ids)] if indices is None else indices[0].unique_consecutive(return_counts=True)[1].tolist()
+
+
+class FlexMask:
+    """The mask it makes for flex attention, whose kernel on CPU has no backward."""
+
+    name = "transformers, create_causal_mask for flex_attention"
+    __version__ = transformers.__version__
+
+    def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
+        """Tokens whose rows begin at the same column."""
+        if position_ids is None or position_ids.dim() > 1:
+            raise NotImplementedError
+        count = len(position_ids)
+        config = transformers.Qwen3Config(attn_implementation="flex_attention")
+        mask = create_causal_mask(config, torch.empty(1, count, 1), None, None, position_ids=position_ids[None])
+        at = torch.arange(count)
+        allowed = mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None]).int()
+        return allowed.argmax(1).unique_consecutive(return_counts=True)[1].tolist()
 
 
 @contextmanager
