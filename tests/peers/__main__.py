@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.peer:
         name, _, wanted = given.peer.partition("==")
         if version(name) != wanted:
-            console.print(f"{name} {version(name)} is installed, not {wanted}: nox -s peers -- {given.peer}")
+            console.print(f'{name} {version(name)} is installed, not {wanted}: nox -s "peers({given.peer})"')
             return 2
         adapters = given.adapter or peers()[given.peer]["adapters"]
         reports, surprises = judge(given.peer, adapters, expectations.load(), console, given.examples, given.seed)

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 STORED, README = FOLDER / "expectations.json", FOLDER.parents[1] / "README.md"
 BEGIN, END = "<!-- track record: python -m tests.peers --readme -->", "<!-- end of the track record -->"
 
-# A trainer as it is shipped gets there; only who calls the function with such input; no bug, another order of sums.
+# A trainer as it is shipped gets there; only who calls the function with such input; of the size of rounding.
 REACHES = ("trainer", "call", "rounding")
 
 
