@@ -156,7 +156,7 @@ def track_record(stored: Expectations) -> list[str]:
 
 def _row(package: str, fault: Fault, own: Sequence[Entry], runs: Sequence[Run]) -> tuple[str, ...]:
     peers = list(dict.fromkeys(each.peer for each in own))
-    last = max((run for run in runs if run.peer in peers), key=lambda run: run.date)
+    last = max((run for run in runs if run.peer in peers), key=lambda run: (run.date, peers.index(run.peer)))
     smallest = min((each.lengths for each in own), key=lambda lengths: (len(lengths), sum(lengths)))
     known = f"[upstream]({fault.known})" if fault.known else "found here"
     if fault.finding:

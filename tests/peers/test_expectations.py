@@ -43,6 +43,13 @@ def test_a_broken_law_without_a_cause_is_a_gap() -> None:
     assert [gap for gap in stored.gaps() if "no cause is named" in gap and stored.broken[0].law in gap]
 
 
+def test_a_bug_that_nobody_reports_is_a_gap() -> None:
+    stored = expectations.load()
+    name = next(name for name, fault in stored.faults.items() if fault.finding and not fault.known)
+    stored.faults[name].finding = ""
+    assert [gap for gap in stored.gaps() if gap.startswith(f"the cause {name} is ours to report")]
+
+
 def test_a_law_that_breaks_unlisted_is_a_surprise(report: Report) -> None:
     law = _broken(report)
     assert [told for told in expectations.surprises({}, report) if told.startswith(f"{law} breaks and is not expected")]
