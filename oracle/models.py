@@ -51,7 +51,6 @@ _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
     "pad_token_id": PAD_ID,
-    "use_cache": False,
 }
 
 

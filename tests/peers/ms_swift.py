@@ -136,14 +136,14 @@ class ZeroPositions:
 
 @contextmanager
 def _around(whole: Any, model: PreTrainedModel) -> Iterator[None]:
-    """Its model with the suite's weights in it."""
+    """Its model with the suite's weights in it, and no cache, as its trainer sees to."""
     before, whole.model = whole.model, model
-    training = whole.training
-    whole.training = model.training
+    training, cached = whole.training, model.config.use_cache
+    whole.training, model.config.use_cache = model.training, False
     try:
         yield
     finally:
-        whole.model, whole.training = before, training
+        whole.model, whole.training, model.config.use_cache = before, training, cached
 
 
 PAIRS = {
