@@ -1,10 +1,9 @@
-"""The README's own adapter, run as a reader would: right code holds in everything it offers."""
+"""The README's guide and adapter, run as a reader would, on a small trainer with a bug and with the bug mended."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,47 +12,74 @@ import pytest
 import torch
 from torch import Tensor
 
-import impl
-from impl.losses import InfoNCE
 from oracle.__main__ import main
+from tests.oracle import small_trainer
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
-def lengths_from_position_ids(position_ids: Tensor) -> list[int]:
-    positions = position_ids.tolist()
-    if not positions or positions[0] != 0:
-        raise ValueError("no beginning")
-    for before, after in pairwise(positions):
-        if after not in (0, -1) and (before == -1 or after != before + 1):
-            raise ValueError(f"{after} after {before}")
-    starts = [at for at, position in enumerate(positions) if position == 0]
-    return [sum(p >= 0 for p in positions[a:b]) for a, b in pairwise([*starts, len(positions)])]
+def block(begin: str, end: str) -> str:
+    """The README's indented lines from one piece of text to another."""
+    start = README.index(f"    {begin}")
+    return textwrap.dedent(README[start : README.index(end, start)])
 
 
-def forward_packed(model: Any, packed: list[tuple[int, ...]]) -> Tensor:
-    return impl.encode(model, impl.pack(packed, "given"))
+@pytest.fixture
+def my_trainer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The small trainer under the name that the README's scripts import."""
+    monkeypatch.setitem(sys.modules, "my_trainer", small_trainer)
+    return small_trainer
 
 
-def infonce(embeddings: Tensor, labels: list[float], temperature: float) -> Tensor:
-    return InfoNCE(temperature=temperature)(embeddings, labels)
+@pytest.fixture
+def mended(my_trainer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bug mended as the README says."""
+    assert 'With `CALL = {"use_cache": False}`' in README
+    monkeypatch.setattr(my_trainer, "CALL", {"use_cache": False})
 
 
-def test_the_readmes_adapter_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    block = README[README.index("    # mine.py\n") :]
-    block = textwrap.dedent(block[: block.index("    $ python -m oracle check mine:Mine")])
-    trainer, mine = ModuleType("my_trainer"), ModuleType("mine")
-    vars(trainer).update(
-        lengths_from_position_ids=lengths_from_position_ids, forward_packed=forward_packed, infonce=infonce
-    )
-    monkeypatch.setitem(sys.modules, "my_trainer", trainer)
-    monkeypatch.setitem(sys.modules, "mine", mine)
-    exec(compile(block, "mine.py", "exec"), vars(mine))
+@pytest.mark.usefixtures("my_trainer")
+def test_the_guide_finds_the_small_trainers_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(block("# noise_or_bug.py\n", "Here 26 tensors"), names)
+    assert len(names["differing"](names["batch"])) == 26
+    assert capsys.readouterr().out.startswith("['embeddings', 'loss', ")
+    with pytest.raises(SystemExit):
+        exec(block("def smaller", "    26 tensors differ"), names)
+    assert capsys.readouterr().out == block("26 tensors differ", "\nTwo texts of one token")
+
+
+@pytest.mark.usefixtures("mended")
+def test_the_guide_calls_the_mended_trainers_noise_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("# noise_or_bug.py\n", "Here 26 tensors"), {})
+    assert capsys.readouterr().out == "noise: the same bits\n"
+    model = small_trainer.load_model().eval()
+    batch = [[[5, 6, 7, 8], [9, 10, 11], [12], [13, 14]], [[15, 16], [17], [18, 19, 20], [21]]]
+    padded, packed = small_trainer.step_padded(model, batch), small_trainer.step_packed(model, batch)
+    assert not torch.equal(padded[0], packed[0])  # in float32, as the README says
+
+
+def test_the_readmes_adapter_shows_the_bug(adapter: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "mine:Mine", "--examples", "300"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN isolation." in printed
+
+
+@pytest.mark.usefixtures("mended")
+def test_the_readmes_adapter_holds(adapter: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "mine:Mine", "--all", "--examples", "300"]) == 0
     printed = capsys.readouterr().out
     assert "implementation my-trainer" in printed
     assert "losses.every_option_equals_its_definition" in printed
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def adapter(my_trainer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's mine.py, as an importable module."""
+    mine = ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    exec(compile(block("# mine.py\n", "    $ python -m oracle check mine:Mine"), "mine.py", "exec"), vars(mine))
 
 
 class Configured:
@@ -63,7 +89,7 @@ class Configured:
         self.name = name
 
     def boundaries(self, position_ids: Tensor) -> list[int]:
-        return lengths_from_position_ids(position_ids)
+        return small_trainer.lengths_from_position_ids(position_ids)
 
 
 configured = Configured("with arguments")
