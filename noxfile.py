@@ -66,14 +66,17 @@ def _installed_for_tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-@nox.parametrize("peer", list(PEERS), ids=list(PEERS))
+@nox.parametrize("python,peer", [(PEERS[peer].get("python"), peer) for peer in PEERS], ids=list(PEERS))
 def peers(session: nox.Session, peer: str) -> None:
-    """Released packages against what is expected of them: nox -s "peers(ms-swift==4.6.0)" [-- --examples N]."""
+    """Released packages against what is expected of them: nox -s peers [-- ms-swift==4.6.0 --examples N]."""
+    named = [each for each in session.posargs if each in PEERS]
+    if named and peer not in named:
+        session.skip(f"{', '.join(named)} asked for")
     own = nox.project.load_toml()["project"]["dependencies"]
     session.install(TORCH)
     session.install(*(each for each in own if not each.startswith(("torch", "transformers"))), *PEERS[peer]["with"])
     session.install("--no-deps", "-e", ".", *PEERS[peer]["no_deps"])
-    session.run("python", "-m", "tests.peers", peer, *session.posargs)
+    session.run("python", "-m", "tests.peers", peer, *(each for each in session.posargs if each not in PEERS))
 
 
 @nox.session(default=False)

@@ -31,10 +31,12 @@ Handler = Callable[..., Any]
 
 class _State(threading.local):
     """inside_rule: what a rule calls is computed as it stands. inside_function: within a backward node the
-    function mode is at work, and taken off for as long."""
+    function mode is at work, and taken off for as long. inside_hooks: a leaf's own hooks run, unscaled gradients
+    in hand."""
 
     inside_rule = False
     inside_function = False
+    inside_hooks = False
 
 
 _state = _State()
@@ -190,7 +192,8 @@ class _Functions(TorchFunctionMode):
             return _COMPOSED[func](*args, **kwargs)
         if func in _PRODUCTS and not kwargs and args[0].dim() + args[1].dim() < 4 and min(args[0].dim(), args[1].dim()):
             return _product(*_PRODUCTS[func](*args))
-        nested = torch._C._current_graph_task_id() != -1  # inside a backward pass gradients are scaled already
+        # Inside a backward pass gradients are scaled already, except where a leaf's hooks begin another one.
+        nested = torch._C._current_graph_task_id() != -1 and not _state.inside_hooks
         if func is torch.Tensor.backward and not nested:
             with _unscaling(self.retained, self.factor):
                 return _scaled_backward(self.factor, *args, **kwargs)
@@ -460,21 +463,31 @@ def _scaled_backward(
     if any(not target.is_leaf for target in targets):
         raise ExactError("backward(inputs=...) of tensors that are no leaves: use exact(loss_scale=0)")
     root = (torch.ones_like(tensor) if gradient is None else gradient) * factor
-    hooks = [_unscale_first(leaf, factor) for leaf in _leaves([tensor])]
+    outer, _state.inside_hooks = _state.inside_hooks, False
+    hooks = [hook for leaf in _leaves([tensor]) for hook in _around_hooks(leaf, factor)]
     try:
         torch.autograd.backward(tensor, root, retain_graph, create_graph, inputs=inputs)
     finally:
+        _state.inside_hooks = outer
         for hook in hooks:
             hook.remove()
 
 
-def _unscale_first(leaf: Tensor, factor: float) -> Any:
-    """A hook that divides the leaf's gradient before any other hook sees it."""
-    handle = leaf.register_hook(lambda grad: _unscaled(grad, factor))
+def _around_hooks(leaf: Tensor, factor: float) -> tuple[Any, Any]:
+    """A hook that divides the leaf's gradient before any other sees it, and one after them."""
+
+    def before(gradient: Tensor) -> Tensor:
+        _state.inside_hooks = True
+        return _unscaled(gradient, factor)
+
+    def after(_: Tensor) -> None:
+        _state.inside_hooks = False
+
+    first = leaf.register_hook(before)
     hooks: Any = leaf._backward_hooks
-    for key in [key for key in hooks if key != handle.id]:
+    for key in [key for key in hooks if key != first.id]:
         hooks[key] = hooks.pop(key)  # autograd calls them in the order they were put in
-    return handle
+    return first, leaf.register_hook(after)
 
 
 @contextmanager

@@ -378,6 +378,26 @@ def test_hooks_and_retained_gradients_see_unscaled_values() -> None:
     assert seen[0].tolist() == x.grad.tolist() == [2.0] * 3  # type: ignore[union-attr]
 
 
+def test_a_backward_pass_in_a_leafs_hook_is_scaled_as_any_other() -> None:
+    """sentence-transformers' gradient cache hangs its second pass on the loss, a leaf there."""
+    tiny = 2.0**-24
+    weight, x = torch.full((1, 1), 0.5, dtype=torch.float64, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
+    other = torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    @torch.enable_grad()
+    def again(gradient: Tensor) -> None:
+        for _ in range(2):
+            ((x @ weight) * tiny * gradient).sum().backward()
+
+    with exact(loss_scale=8):
+        loss = torch.ones((), dtype=torch.float64).requires_grad_()
+        loss.register_hook(again)
+        (loss * 1.0 + (other * tiny).sum()).backward()
+    assert weight.grad is not None
+    assert other.grad is not None
+    assert (weight.grad.item(), other.grad.item(), float(loss.grad or 0)) == (2 * tiny, tiny, 1.0)
+
+
 def test_what_scaling_cannot_reach_is_refused() -> None:
     x, layer = drawn(2, 4).requires_grad_(), torch.nn.functional.linear
     weight = drawn(3, 4, seed=1).requires_grad_()

@@ -13,6 +13,8 @@ from transformers import DataCollatorWithFlattening, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from tests.peers.flash import flashing
+
 POSITIONS_AFTER_PAD = ("xlm-roberta",)  # its first token's position id is the pad id's and 1
 
 
@@ -22,6 +24,7 @@ class Packed:
     name = "transformers, packed"
     __version__ = transformers.__version__
     attention, mask, cache = "sdpa", False, False
+    told = True  # the model is given what says where sequences begin, and not position ids alone
 
     def encode(
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"
@@ -33,6 +36,8 @@ class Packed:
         batch = self.collated(model, [{"input_ids": list(sequences[i])} for i in order])
         batch.pop("labels")
         ends = batch["cu_seq_lens_q"][1:].long() - 1
+        if not self.told:
+            batch = {name: batch[name] for name in ("input_ids", "position_ids")}
         if self.mask:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         with _attending(model, self.attention):
@@ -64,6 +69,24 @@ class PackedCache(Packed):
     """With a cache, as configurations have it by default."""
 
     name, cache = "transformers, packed, cache", True
+
+
+class PackedFlash(Packed):
+    """With flash attention, its kernels stood in for, and the collator's cumulative lengths."""
+
+    name, attention = "transformers, packed, flash attention", "flash"
+
+
+class PackedFlashPositions(PackedFlash):
+    """With position ids alone, in which the flash-attention path finds the sequences."""
+
+    name, told = "transformers, packed, flash attention, position ids", False
+
+
+class PackedFlashMask(PackedFlash):
+    """With a mask of ones beside the cumulative lengths."""
+
+    name, mask = "transformers, packed, flash attention, mask of ones", True
 
 
 class PackedDefault(Packed):
@@ -124,6 +147,10 @@ class FlexMask:
 
 @contextmanager
 def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    if attention == "flash":
+        with flashing(model):
+            yield
+        return
     before = model.config._attn_implementation
     model.set_attn_implementation(attention)
     try:

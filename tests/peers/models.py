@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from shutil import rmtree
 
@@ -32,11 +33,12 @@ def causal(model: PreTrainedModel) -> Qwen3ForCausalLM:
 
 
 @cache
-def directory() -> str:
-    """A folder as from a hub: configuration, weights, tokenizer."""
-    folder = tempfile.mkdtemp(prefix="tiny-qwen3-")
+def directory(model: str = "qwen3") -> str:
+    """A folder as from a hub: configuration, weights, tokenizer. A Qwen3 is a language model there."""
+    folder = tempfile.mkdtemp(prefix=f"tiny-{model}-")
     atexit.register(rmtree, folder, ignore_errors=True)
-    causal(copy.deepcopy(tiny("qwen3"))).float().save_pretrained(folder)
+    own = copy.deepcopy(tiny(model))
+    (causal(own) if model == "qwen3" else own).float().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -50,3 +52,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", padding_side="right"
     )
+
+
+def text(ids: Sequence[int]) -> str:
+    """What the tokenizer reads these ids from."""
+    return " ".join(tokenizer().convert_ids_to_tokens(list(ids)))
