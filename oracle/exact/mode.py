@@ -206,7 +206,12 @@ class _Functions(TorchFunctionMode):
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b with vectors as matrices of one row or column: torch's gradient of a product with a vector
-    multiplies element by element, which rounds otherwise than the gradient of a matrix product."""
+    multiplies element by element, which rounds otherwise than the gradient of a matrix product.
+
+    Two vectors of which one is constant are left as they are: a gradient cache's second pass is such a product with
+    the gradients of the first, which are to come out of it as they went in."""
+    if a.dim() == b.dim() == 1 and a.requires_grad != b.requires_grad:
+        return torch.dot(a, b)
     rows = a.unsqueeze(0) if a.dim() == 1 else a
     columns = b.unsqueeze(1) if b.dim() == 1 else b
     result = torch.matmul(rows, columns)

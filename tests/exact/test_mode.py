@@ -398,6 +398,18 @@ def test_a_backward_pass_in_a_leafs_hook_is_scaled_as_any_other() -> None:
     assert (weight.grad.item(), other.grad.item(), float(loss.grad or 0)) == (2 * tiny, tiny, 1.0)
 
 
+def test_stored_gradients_come_out_of_a_product_as_they_went_in() -> None:
+    """The second pass of a gradient cache as most have it: the dot product with the gradients of the first."""
+    stored = torch.tensor([1 / 3 * 2.0**-10, 0.7, 2.0**-30], dtype=torch.float64)
+    given, product = (drawn(3).requires_grad_() for _ in range(2))
+    with exact():
+        (given * 1.0).backward(stored)
+        torch.dot((product * 1.0).flatten(), stored).backward()
+    assert given.grad is not None
+    assert product.grad is not None
+    assert product.grad.tolist() == given.grad.tolist()
+
+
 def test_what_scaling_cannot_reach_is_refused() -> None:
     x, layer = drawn(2, 4).requires_grad_(), torch.nn.functional.linear
     weight = drawn(3, 4, seed=1).requires_grad_()
