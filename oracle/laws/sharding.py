@@ -117,7 +117,7 @@ def what_stands_in_a_shards_slots_stays_there(implementation: Any, case: Case) -
             raise Broken(f"through {what} with NaN in the slots {told}", _shown(case))
 
 
-@law("sharded_attention", share=16, meshes=SIMULATED, longest=12, model_matters=False)
+@law("sharded_attention", share=28, meshes=SIMULATED, longest=12, model_matters=False)
 def attention_over_shards_equals_the_whole(implementation: Any, case: Case) -> None:
     """Attention over shards, forward and backward, equals, bit for bit, that of each sequence in one piece."""
     lengths, mesh = _lengths(case), case.mesh
