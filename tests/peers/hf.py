@@ -30,12 +30,12 @@ class Packed:
         self, model: PreTrainedModel, sequences: Sequence[Sequence[int]], layout: Any, pooling: str = "last"
     ) -> Tensor:
         """The states at the ends that the collator's cu_seq_lens name."""
-        if layout.tail > 1 or layout.each > 1 or pooling != "last":
+        if layout.each > 1 or pooling != "last":
             raise NotImplementedError
         order = layout.arranged(len(sequences))
-        batch = self.collated(model, [{"input_ids": list(sequences[i])} for i in order])
+        batch = self.collated(model, [{"input_ids": list(sequences[i])} for i in order], layout.tail)
         batch.pop("labels")
-        ends = batch["cu_seq_lens_q"][1:].long() - 1
+        ends = batch["cu_seq_lens_q"][1:][: len(order)].long() - 1  # slots at the tail come after
         if not self.told:
             batch = {name: batch[name] for name in ("input_ids", "position_ids")}
         if self.mask:
@@ -44,8 +44,10 @@ class Packed:
             states = model(**batch, use_cache=self.cache).last_hidden_state[0]
         return torch.nn.functional.normalize(states[ends], dim=-1)[torch.tensor(order).argsort()]
 
-    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]]) -> Any:
+    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]], multiple: int) -> Any:
         """Numbered as the model wants it: from 0, or for RoBERTa's kin from 2."""
+        if multiple > 1:
+            raise NotImplementedError
         start = 2 if model.config.model_type in POSITIONS_AFTER_PAD else 0
         collator = DataCollatorWithFlattening(
             return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=start
@@ -94,8 +96,10 @@ class PackedDefault(Packed):
 
     name = "transformers, packed, collator's defaults"
 
-    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]]) -> Any:
+    def collated(self, model: PreTrainedModel, features: list[dict[str, Any]], multiple: int) -> Any:
         """No option but the lengths."""
+        if multiple > 1:
+            raise NotImplementedError
         return DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features, return_tensors="pt")
 
 
