@@ -68,5 +68,3 @@ class SdpaMask(_FromPositions):
         """Tokens whose rows begin at the same column."""
         mask = _block_diagonal_causal_mask(position_ids, len(position_ids))[0, 0]
         return mask.int().argmax(1).unique_consecutive(return_counts=True)[1]
-
-

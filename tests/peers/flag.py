@@ -39,11 +39,11 @@ class Embedder:
     def loss(self, embeddings: Tensor, labels: Sequence[float], options: Any) -> Tensor:
         """In-batch or not; groups of unequal size it does not know."""
         unknown = options.include_qq or options.include_dd or options.mask_fake_negative or options.matryoshka
+        if options.loss != "infonce" or unknown or options.hard_negatives is not None:
+            raise NotImplementedError
         starts = [i for i, label in enumerate(labels) if label]
         sizes = {end - start for start, end in zip(starts, [*starts[1:], len(labels)], strict=True)}
-        if options.loss != "infonce" or unknown or options.hard_negatives is not None or len(sizes) != 1:
-            raise NotImplementedError
-        if len(embeddings) != len(labels) + len(starts):
+        if len(sizes) != 1 or len(embeddings) != len(labels) + len(starts):
             raise NotImplementedError
         groups = embeddings.view(len(starts), sizes.pop() + 1, -1)
         embedder = BiEncoderOnlyEmbedderModel(_None(), temperature=options.temperature)

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from oracle.models import PAD_ID, VOCABULARY, tiny
@@ -57,3 +58,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def text(ids: Sequence[int]) -> str:
     """What the tokenizer reads these ids from."""
     return " ".join(tokenizer().convert_ids_to_tokens(list(ids)))
+
+
+def lengths_of(cu_seqlens: Tensor) -> list[int]:
+    """For what takes lengths: cumulative lengths that are malformed never get there, and are declined."""
+    lengths: list[int] = cu_seqlens.diff().tolist()
+    if int(cu_seqlens[0]) or min(lengths, default=0) < 1:
+        raise NotImplementedError
+    return lengths

@@ -12,6 +12,8 @@ from nemo_automodel.components.datasets.utils import pack_features_for_thd
 from nemo_automodel.components.loss.infonce import infonce_loss
 from torch import Tensor
 
+from tests.peers.models import lengths_of
+
 
 class Retrieval:
     """Its functions for packed batches and the loss of its bi-encoders."""
@@ -23,7 +25,7 @@ class Retrieval:
         """From a mask that numbers the sequences, as its packing writes it."""
         if cu_seqlens is None:
             raise NotImplementedError
-        features = [{"input_ids": [3] * length} for length in cu_seqlens.diff().tolist()]
+        features = [{"input_ids": [3] * length} for length in lengths_of(cu_seqlens)]
         lengths = torch.tensor(pack_features_for_thd(features)["seq_lens"])
         mask = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)[None]
         found: list[int] = get_unpad_data(mask)[1].diff().tolist()
@@ -36,11 +38,11 @@ class Retrieval:
             raise NotImplementedError
         starts = [i for i, label in enumerate(labels) if label]
         sizes = [end - start - 1 for start, end in zip(starts, [*starts[1:], len(labels)], strict=True)]
-        if len(embeddings) != len(labels) + len(starts) or not max(sizes) and not options.use_batch:
+        if len(embeddings) != len(labels) + len(starts) or (not max(sizes) and not options.use_batch):
             raise NotImplementedError
         if max(sizes) and options.use_batch and len(sizes) > 1:
             raise NotImplementedError  # negatives of one group are none of another's there
-        groups = [embeddings[start + g : start + g + size + 2] for g, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+        groups = embeddings.split([size + 2 for size in sizes])
         negatives = mask = None
         if max(sizes):
             negatives = torch.stack([_filled(group[2:], max(sizes)) for group in groups])

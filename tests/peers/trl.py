@@ -11,6 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from oracle.models import PAD_ID
 from tests.peers.hf import PackedFlash
+from tests.peers.models import lengths_of
 
 
 class PaddingFree(PackedFlash):
@@ -27,14 +28,14 @@ class PaddingFree(PackedFlash):
         """What it makes of one packed example's ``seq_lengths``."""
         if cu_seqlens is None:
             raise NotImplementedError
-        lengths = cu_seqlens.diff().tolist()
+        lengths = lengths_of(cu_seqlens)
         example = {"input_ids": [3] * sum(lengths), "seq_lengths": lengths}
         found: list[int] = _collated([example], 1)["cu_seq_lens_q"].diff().tolist()
         return found
 
 
 class PaddingFreePositions(PaddingFree):
-    """The model is given the position ids alone, as by releases before 1.10."""
+    """The model is given the position ids alone."""
 
     name, told = "TRL, padding_free, position ids", False
 

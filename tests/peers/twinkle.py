@@ -68,7 +68,7 @@ class PaddingFree:
             include_qq=options.include_qq,
             include_dd=options.include_dd,
         )
-        found: Tensor = loss({"labels": torch.tensor(rows)}, {"embeddings": embeddings}).loss
+        found: Tensor = loss({"labels": torch.tensor(rows)}, {"embeddings": embeddings})["loss"]
         return found
 
 
@@ -76,7 +76,7 @@ class Positions(PaddingFree):
     """Without cumulative lengths its pooling finds the ends in position ids."""
 
     name = "twinkle, pooling by position ids"
-    encode = None
+    encode = loss = None
 
     def boundaries(self, position_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> list[int]:
         """From the last tokens."""
@@ -85,8 +85,6 @@ class Positions(PaddingFree):
         ends = InputProcessor._packed_last_indices(position_ids[None], len(position_ids))
         found: list[int] = torch.cat([ends.new_tensor([-1]), ends]).diff().tolist()
         return found
-
-    loss = None
 
 
 def _processor() -> InputProcessor:
