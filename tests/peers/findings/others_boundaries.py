@@ -17,6 +17,5 @@ for positions in ([0, 1, 0, -1], [-1, 0, 1], [0, 1, 5]):
     found["twinkle, last tokens"] = InputProcessor._packed_last_indices(row, len(positions)).tolist()
     print("position ids", positions, found)
 rows, labels = torch.eye(3)[:2], torch.tensor([1.0, 0.0, 0.0])
-print(
-    "twinkle, 3 labels for 2 embeddings: loss", float(InfonceLoss()({"labels": labels}, {"embeddings": rows})["loss"])
-)
+loss = InfonceLoss()({"labels": labels}, {"embeddings": rows})["loss"]
+print("twinkle, 3 labels for 2 embeddings: loss", float(loss))
