@@ -34,6 +34,8 @@ Progress = Callable[[Law, int], None]
 
 COUNTEREXAMPLES = Path(".oracle")
 
+ORACLE = str(Path(__file__).parent)
+
 
 class Status(StrEnum):
     """How a law fared."""
@@ -251,19 +253,28 @@ def judge(law: Law, implementation: Any, case: Case) -> None:
     """The law on one case: returns, or raises Broken.
 
     What an implementation raises of its own breaks the law too, unless it declines the case with
-    NotImplementedError; what exact arithmetic or the suite raises is nobody's verdict and goes on up.
+    NotImplementedError; what exact arithmetic or the suite raises is nobody's verdict and goes on up, with the
+    law, the case and the line that met it.
     """
     try:
         law.check(implementation, case)
-    except (Broken, ExactError, HarnessError, VacuousError):
+    except (Broken, HarnessError, VacuousError):
         raise
+    except ExactError as error:
+        where = f"{law.title} on lengths {case.lengths}, {_own_line(error, beside=ORACLE)}"
+        raise type(error)(f"{error} Met by {where}") from error
     except Exception as error:
         if declines(error):
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        own = next((f for f in reversed(frames) if not of_a_library(f.filename)), frames[-1])
-        where = f"at {own.filename}:{own.lineno} in {own.name}: {own.line}"
+        where = _own_line(error)
         raise Broken(f"raised {type(error).__name__}: {error}", [where, f"lengths {case.lengths}"]) from error
+
+
+def _own_line(error: BaseException, beside: str = "<") -> str:
+    """The innermost line on an error's way that no library wrote, nor a file whose name begins like ``beside``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not of_a_library(f.filename) and not f.filename.startswith(beside)] or frames
+    return f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
 
 
 def save(finding: Finding, implementation: str, folder: Path = COUNTEREXAMPLES) -> Path:

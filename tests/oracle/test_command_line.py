@@ -111,6 +111,22 @@ def test_an_error_names_the_implementations_own_line(capsys: pytest.CaptureFixtu
     assert "in encode: return torch.nn.Module()(1)" in printed
 
 
+class UsesAnOperatorWithoutARule(PaddingFree):
+    """Nobody can vouch for what it returns."""
+
+    def encode(self, model: Any, sequences: Any, layout: Any, pooling: str = "last") -> Any:
+        return torch.special.zeta(super().encode(model, sequences, layout, pooling).square() + 2, torch.tensor(2.0))
+
+    step = None  # type: ignore[assignment]
+
+
+def test_what_exact_arithmetic_refuses_names_law_case_and_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:UsesAnOperatorWithoutARule", "--examples", "60"]) == 2
+    printed = capsys.readouterr().err
+    assert "could not judge: UnknownOperatorError: aten.special_zeta" in printed
+    assert re.search(r"Met by \w+\.\w+ on lengths \[[\d, ]+\], at .*test_command_line.py:\d+ in encode: ", printed)
+
+
 class Nothing:
     """No implementation at all."""
 
