@@ -7,6 +7,7 @@ import inspect
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from oracle import losses
 from oracle.case import Case, Options, Stream
 from oracle.images import images_of
 from oracle.outcome import Outcome
+
+ORACLE = str(Path(__file__).parent)
 
 SURFACES = (
     "boundaries",
@@ -166,6 +169,14 @@ class HarnessError(RuntimeError):
 def of_a_library(filename: str) -> bool:
     """Whether code in this file is neither the implementation's nor ours."""
     return "site-packages" in filename or filename.startswith("<")
+
+
+def own_line(error: BaseException) -> str:
+    """The innermost line on an error's way that the implementation wrote: file, number, function and text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not of_a_library(f.filename)] or list(frames)
+    line = ([f for f in own if not f.filename.startswith(ORACLE)] or own)[-1]
+    return f"at {line.filename}:{line.lineno} in {line.name}: {line.line}"
 
 
 def declines(error: BaseException) -> bool:

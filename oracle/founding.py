@@ -12,7 +12,7 @@ from typing import Any
 
 from oracle import losses, reference
 from oracle.case import Case, Group, Rows
-from oracle.contract import offers, training_step
+from oracle.contract import declines, offers, own_line, training_step
 from oracle.exact import exact
 from oracle.models import VOCABULARY, tiny
 from oracle.outcome import Outcome, compare
@@ -103,7 +103,10 @@ def try_founding_batch(implementation: Any, model: str = "qwen3") -> FoundingRes
         with exact():
             found = training_step(implementation, small, case)
     except Exception as error:
-        return FoundingResult(False, f"founding batch ({counted}): {error}")
+        if declines(error):
+            return FoundingResult(None, f"founding batch ({counted}): declined")
+        told = f"raised {type(error).__name__}: {error} {own_line(error)}"
+        return FoundingResult(False, f"founding batch ({counted}): {told}")
     if len(found.embeddings) != len(case.sequences):
         return FoundingResult(False, f"founding batch ({counted}): {_misfit(found, case)}")
     with exact():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from hypothesis.database import ExampleDatabase
 
 from oracle import reference
 from oracle.case import Case, Rows, from_lengths
-from oracle.contract import HarnessError, declines, of_a_library, offers
+from oracle.contract import HarnessError, declines, offers, own_line
 from oracle.exact import ExactError, exact
 from oracle.laws import LAWS, Broken, HangError, Law, VacuousError
 from oracle.models import tiny
@@ -33,8 +32,6 @@ from oracle.outcome import compare
 Progress = Callable[[Law, int], None]
 
 COUNTEREXAMPLES = Path(".oracle")
-
-ORACLE = str(Path(__file__).parent)
 
 
 class Status(StrEnum):
@@ -261,20 +258,12 @@ def judge(law: Law, implementation: Any, case: Case) -> None:
     except (Broken, HarnessError, VacuousError):
         raise
     except ExactError as error:
-        where = f"{law.title} on lengths {case.lengths}, {_own_line(error, beside=ORACLE)}"
-        raise type(error)(f"{error} Met by {where}") from error
+        raise type(error)(f"{error} Met by {law.title} on lengths {case.lengths}, {own_line(error)}") from error
     except Exception as error:
         if declines(error):
             raise
-        where = _own_line(error)
-        raise Broken(f"raised {type(error).__name__}: {error}", [where, f"lengths {case.lengths}"]) from error
-
-
-def _own_line(error: BaseException, beside: str = "<") -> str:
-    """The innermost line on an error's way that no library wrote, nor a file whose name begins like ``beside``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not of_a_library(f.filename) and not f.filename.startswith(beside)] or frames
-    return f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+        details = [own_line(error), f"lengths {case.lengths}"]
+        raise Broken(f"raised {type(error).__name__}: {error}", details) from error
 
 
 def save(finding: Finding, implementation: str, folder: Path = COUNTEREXAMPLES) -> Path:

@@ -448,6 +448,16 @@ def test_a_fully_masked_row_is_zero_for_attention_and_nan_for_softmax() -> None:
         assert torch.equal(torch.logsumexp(x, 1), torch.full((2,), -float("inf")).double())
 
 
+def test_no_logits_at_all_are_what_torch_makes_of_them() -> None:
+    """A loss over no documents: its own error is to be seen, not one of ours."""
+    x = torch.empty(2, 0, dtype=torch.float64)
+    with exact():
+        assert torch.softmax(x, 1).shape == torch.log_softmax(x, 1).shape == (2, 0)
+        assert torch.equal(torch.logsumexp(x, 1), torch.full((2,), -float("inf")).double())
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            torch.nn.functional.cross_entropy(x, torch.tensor([0, 0]))
+
+
 def test_two_ways_to_write_cross_entropy_have_the_same_bits() -> None:
     logits, target = drawn(7, 11) / 0.1, torch.arange(7)
     with exact():

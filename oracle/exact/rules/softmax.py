@@ -17,7 +17,7 @@ from oracle.exact.rules.table import rule
 def shifted(exact: Arithmetic, x: Tensor, dim: int) -> Tensor:
     """x minus its maximum along ``dim``, on the addend grid; -inf stays -inf."""
     x = exact.level(x)
-    return x - x.amax(dim, keepdim=True)
+    return x - x.amax(dim, keepdim=True) if x.numel() else x
 
 
 def exponentials(exact: Arithmetic, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +68,8 @@ def log_softmax_backward(
 def logsumexp(exact: Arithmetic, x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     """max + log(sum exp(x - max)); minus infinity for a row of them."""
     x = exact.level(x)
+    if not x.numel():
+        return x.logsumexp(dims, keepdim)
     most = x.amax(dims, keepdim=True)
     most = torch.where(most.isinf(), 0.0, most)
     terms = curve(exact, "exp", x - most)
