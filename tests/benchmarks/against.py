@@ -1,7 +1,8 @@
 """One tree against another commit, by turns: python -m tests.benchmarks.against REF; exit 1 if impl has become slower.
 
 Both run in processes of their own that wait for each other, on the same batches through the same model, so that a busy
-machine slows both.
+machine slows both. They share one core and keep their memory: on two cores, and with pages that come and go, the same
+code differed from itself by up to 26 %; so it does by 3 %.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ("W1 forward", "W1 backward", "W3 forward", "W3 backward", "loss backward")
 
 
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**28)}
+
+
 class Side:
     """One tree's impl, in a process that runs what it is told and answers with seconds."""
 
     def __init__(self, tree: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
+        environment = os.environ | KEPT | {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
         command = [sys.executable, "-P", "-c", "from tests.benchmarks.against import serve; serve()"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
@@ -62,6 +66,8 @@ def serve() -> None:
     from tests.benchmarks.workloads import WIDTH, WORKLOADS, qwen3, sequences
 
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     batches = {name: sequences(WORKLOADS[name]()) for name in ("W1", "W3")}
     rows = torch.nn.functional.normalize(torch.randn(2048, WIDTH, generator=torch.Generator().manual_seed(0)), dim=1)
     for line in sys.stdin:
@@ -111,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.against", description=__doc__)
     parser.add_argument("reference", help="a commit, branch or tag")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--limit", type=float, default=1.15, help="the greatest ratio that passes (default 1.15)")
+    parser.add_argument("--limit", type=float, default=1.1, help="the greatest ratio that passes (default 1.1)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         head = Path(folder, "head")

@@ -21,7 +21,7 @@ from tests.peers.ms_swift import VERSION, SwiftMixin, loaded, swift_loss
 POOLING = {"last": "lasttoken", "max": "max", "weighted_mean": "weightedmean"}
 
 
-class PaddingFree:
+class OfSentenceTransformers:
     """Its collator's packed row through the patched modules: re-padded after the first, then pooled."""
 
     name = "ms-swift, SentenceTransformer, padding_free"
