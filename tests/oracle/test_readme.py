@@ -59,6 +59,21 @@ def test_the_guide_calls_the_mended_trainers_noise_noise(capsys: pytest.CaptureF
     assert not torch.equal(padded[0], packed[0])  # in float32, as the README says
 
 
+@pytest.mark.usefixtures("mended")
+def test_the_guide_judges_a_step_that_raises(
+    my_trainer: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sequences that merge may leave too few rows, which this trainer's loss refuses."""
+    right = small_trainer.forward_packed
+    monkeypatch.setattr(my_trainer, "forward_packed", lambda model, sequences: right(model, sequences)[:-1])
+    names: dict[str, Any] = {}
+    exec(block("# noise_or_bug.py\n", "Here 26 tensors"), names)
+    assert "6 labels, 2 of them positives, for 7 embeddings" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        exec(block("def smaller", "    26 tensors differ"), names)
+    assert capsys.readouterr().out.endswith("for 1 embeddings'): [[[16], [17]]]\n")
+
+
 def test_the_readmes_adapter_shows_the_bug(adapter: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "mine:Mine", "--examples", "300"]) == 1
     printed = capsys.readouterr().out
