@@ -30,7 +30,7 @@ from oracle.exact import exact
 from oracle.laws.losses import unit_rows
 from oracle.models import MODELS, VISUAL, tiny
 from oracle.outcome import Outcome, compare_embeddings, gap, same
-from oracle.ranks import over_ranks
+from oracle.ranks import over_ranks, spread
 
 FOLDER = Path("golden")
 SHOWN = 8  # numbers of each gradient that a file holds
@@ -123,7 +123,7 @@ def by_implementation(implementation: Any) -> Callable[[Golden], Outcome]:
             with exact():
                 return training_step(implementation, model, case)
         rows = unit_rows(len(case.sequences), case.seed)
-        results = over_ranks(implementation, case, rows, golden.ranks)
+        results = over_ranks(implementation, spread(case, golden.ranks), case.options, rows)
         told = [result.loss.item() for result in results]
         if len(set(told)) > 1:
             raise GoldenError(f"the ranks disagree about the loss: {told}")

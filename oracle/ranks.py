@@ -100,8 +100,9 @@ class Share:
     def compute(self, worlds: Worlds) -> RankResult:
         """The loss, and the gradient of its own rows before averaging."""
         rows = torch.from_numpy(self.rows).requires_grad_()
+        implementation = load(self.implementation)  # its set-up is not for exact arithmetic
         with exact(loss_scale=loss_scale(self.world)):
-            loss = load(self.implementation).rank_loss(
+            loss = implementation.rank_loss(
                 rows, self.labels, self.options, worlds.subset(range(self.world)), self.mean_of_ranks
             )
             loss.backward()
@@ -392,13 +393,17 @@ def row_counts(shares: Sequence[tuple[Group, ...]]) -> list[int]:
 
 
 def over_ranks(
-    implementation: Any, case: Case, rows: Tensor, ranks: int, mean_of_ranks: bool = False
+    implementation: Any,
+    shares: Sequence[tuple[Group, ...]],
+    options: Options,
+    rows: Tensor,
+    mean_of_ranks: bool = False,
 ) -> list[RankResult]:
-    """The implementation's ``rank_loss`` with the case's groups, and their rows [n, d], ``spread`` over ranks."""
-    name, shares = specification(implementation), spread(case, ranks)
+    """The implementation's ``rank_loss`` with each rank's groups, and their rows [n, d]."""
+    name = specification(implementation)
     return pool().run(
         [
-            Share(name, ranks, part.numpy(), Case(groups, options=case.options).labels, case.options, mean_of_ranks)
+            Share(name, len(shares), part.numpy(), Case(groups, options=options).labels, options, mean_of_ranks)
             for part, groups in zip(rows.split(row_counts(shares)), shares, strict=True)
         ]
     )

@@ -299,7 +299,7 @@ def _in_place(rule: Rule) -> Handler:
     def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name == "aten::add_" and torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)  # a leaf's gradient grows; it lies on a finer grid by the loss scale
-        shifted = _shifted(func, args)
+        shifted = None if args[0].requires_grad else _shifted(func, args)  # a loss is not finer than the grid
         result = compute(exact, func, args, kwargs) if shifted is None else shifted
         return _write(exact, args[0], result)
 

@@ -588,3 +588,15 @@ def test_plain_is_close_to_exact_and_has_the_accuracy_of_float64(name: str) -> N
         snapped = reference.step(model, case, Rows()).embeddings
     assert float((padded - wider).abs().max()) < 1e-13
     assert 0 < float((padded - snapped).abs().max()) < 1e-2
+
+
+def test_a_loss_divided_in_place_has_the_bits_of_one_divided() -> None:
+    x = torch.tensor([1.0, 3 * 2.0**-36], dtype=torch.float64, requires_grad=True)
+    with exact():
+        expected = (x + 0).sum() / 2
+        found = (x + 0).sum()
+        found /= 2
+        assert torch.equal(found, expected)
+        found.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5, 0.5]

@@ -46,7 +46,8 @@ def judge(
     for adapter in adapters:
         name, _, model = adapter.partition(" ")
         specification = f"tests.peers.{name}"
-        found = check(load(specification), model or "qwen3", examples, seed, stop_at_first=False)
+        times = peers().get(peer, {}).get("times", {}).get(adapter, 1)
+        found = check(load(specification), model or "qwen3", examples * times, seed, stop_at_first=False)
         console.print(f"\n{peer}, {adapter}: {found.verdict}", highlight=False, markup=False, soft_wrap=True)
         for result in found.results:
             if result.finding:

@@ -10,6 +10,7 @@ from typing import Any
 
 import sentence_transformers
 import torch
+import torch.distributed as dist
 from sentence_transformers import SentenceTransformer, losses, util
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from torch import Tensor, nn
@@ -125,6 +126,35 @@ class Flattened(Padded):
     unpad = True
 
 
+class GatherAcrossDevices:
+    """Its ranking loss over all processes."""
+
+    name = "sentence-transformers, gather_across_devices"
+    __version__ = sentence_transformers.__version__
+
+    def rank_loss(
+        self, embeddings: Tensor, labels: Sequence[float], options: Any, group: Any, mean_of_ranks: bool = False
+    ) -> Tensor:
+        """Declined by all alike where numbers differ, which it cannot gather."""
+        world = dist.get_world_size(group)
+        if mean_of_ranks or world != dist.get_world_size():  # it gathers over all processes, backward too
+            raise NotImplementedError
+        try:
+            columns, told = _columns(list(embeddings), labels, options)
+        except NotImplementedError:
+            columns, told = [], torch.empty(0)
+        size = torch.tensor([len(columns), len(columns[0]) if columns else 0])
+        sizes = [torch.empty_like(size) for _ in range(world)]
+        dist.all_gather(sizes, size, group)
+        if not columns or any(not torch.equal(each, size) for each in sizes):
+            raise NotImplementedError
+        features = [{"sentence_embedding": torch.stack(column)} for column in columns]
+        loss: Tensor = _loss(_given(), options, gather_across_devices=True)(features, told)
+        whole = loss.detach().clone()  # its trainer shows the mean of the ranks' losses
+        dist.all_reduce(whole, group=group)
+        return loss + (whole / world - loss).detach()
+
+
 class _Given(nn.Module):
     """A module that has embeddings already."""
 
@@ -150,9 +180,9 @@ def _columns(rows: Sequence[Any], labels: Sequence[float], options: Any) -> tupl
     return [list(rows[at::width]) for at in range(width)], told
 
 
-def _loss(model: nn.Module, options: Any, size: int | None = None) -> Any:
+def _loss(model: nn.Module, options: Any, size: int | None = None, **more: Any) -> Any:
     """Its loss; options it lacks are declined."""
-    if options.of_pairs and size is None and not options.matryoshka:
+    if options.of_pairs and size is None and not options.matryoshka and not more:
         return PAIRS[options.loss](model)
     lacking = options.mask_fake_negative or options.hard_negatives is not None or options.include_dd
     if options.loss != "infonce" or not options.use_batch or lacking:
@@ -162,7 +192,7 @@ def _loss(model: nn.Module, options: Any, size: int | None = None) -> Any:
         return util.dot_score(a, b) / options.temperature  # a scale of 1 / temperature would be rounded once more
 
     directions = ("query_to_doc", "query_to_query") if options.include_qq else ("query_to_doc",)
-    told = {"scale": 1.0, "similarity_fct": similarity, "directions": directions}
+    told = {"scale": 1.0, "similarity_fct": similarity, "directions": directions, **more}
     if size is None:
         found = losses.MultipleNegativesRankingLoss(model, **told)
     else:
