@@ -133,13 +133,15 @@ def recorded(stored: Expectations, peer: str, adapter: str, report: Report) -> N
 
 
 def track_record(stored: Expectations) -> list[str]:
-    """One row for each package and cause that is a bug, then what every run held."""
-    rows = []
+    """One row for each package and cause that is a bug; what every run held; the causes that are rounding."""
+    rows, rounding = [], []
     packages = dict.fromkeys(_split(each.peer)[0] for each in stored.broken)
     for package in sorted(packages):
         for name, fault in stored.faults.items():
             own = [each for each in stored.broken if each.fault == name and _split(each.peer)[0] == package]
-            if own and fault.reach != "rounding":
+            if own and fault.reach == "rounding":
+                rounding.append(f"* {package}: {fault.what}.")
+            elif own:
                 rows.append(_row(package, fault, own, stored.runs))
     rows.sort(key=lambda row: (row[0], row[3] != "a trainer"))
     head = ("package", "versions", "what breaks", "reached by", "smallest input", "known", "last reproduced")
@@ -151,6 +153,10 @@ def track_record(stored: Expectations) -> list[str]:
         *table(head, rows),
         "",
         *table(("package", "version", "adapter", "laws held", "broken", "cases"), runs),
+        "",
+        "Laws broken by rounding alone, which the second table counts too (see *What it does not unify*):",
+        "",
+        *rounding,
     ]
 
 
