@@ -19,7 +19,7 @@ from oracle.ranks import WORLDS, RankDeclinedError, RankError, RankHangError, ov
 Shares = list[tuple[Group, ...]]
 
 
-def _shares(case: Case) -> Shares:
+def groups_of_ranks(case: Case) -> Shares:
     """Each rank's groups: of any size and number; for some seeds alike on all ranks, since many trainers gather
     nothing else."""
     ranks = min(WORLDS[case.seed % len(WORLDS)], len(case.groups))
@@ -65,7 +65,7 @@ def loss_and_gradient_equal_one_process(implementation: Any, case: Case) -> None
     # Without the rest of the batch only sums travel: another path. Not by seed % len(WORLDS), which chooses the world.
     if case.seed // len(WORLDS) % 3 == 1:
         case = replace(case, options=replace(case.options, use_batch=False))
-    shares = _shares(case)
+    shares = groups_of_ranks(case)
     labels = Case(tuple(group for share in shares for group in share)).labels
 
     def expected(leaf: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def loss_and_gradient_equal_one_process(implementation: Any, case: Case) -> None
 def mean_of_ranks_is_what_it_says(implementation: Any, case: Case) -> None:
     """Without use_batch, mean_of_ranks weighs each rank's mean the same, whatever number of groups it has."""
     options = case.options.__class__(temperature=case.options.temperature, use_batch=False)
-    shares = _shares(case)
+    shares = groups_of_ranks(case)
 
     def expected(leaf: Tensor) -> Tensor:
         pieces = leaf.split(row_counts(shares))

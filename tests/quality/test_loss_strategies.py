@@ -6,7 +6,8 @@ import pytest
 from hypothesis.strategies import SearchStrategy
 
 from oracle.case import Case
-from oracle.ranks import spread
+from oracle.laws.ranks import groups_of_ranks
+from oracle.ranks import row_counts
 from oracle.strategies import long_cases, loss_cases
 from tests.drawing import Features, check_features, drawn
 
@@ -43,11 +44,9 @@ HARD: Features = {
 }
 
 RANKS: Features = {
-    "ranks with different numbers of groups": (0.20, lambda c: len({len(share) for share in spread(c, 4)}) > 1),
-    "ranks with different numbers of rows": (
-        0.60,
-        lambda c: len({sum(len(g.sequences) for g in share) for share in spread(c, 4)}) > 1,
-    ),
+    "ranks with different numbers of groups": (0.50, lambda c: len({len(s) for s in groups_of_ranks(c)}) > 1),
+    "ranks with different numbers of rows": (0.60, lambda c: len(set(row_counts(groups_of_ranks(c)))) > 1),
+    "ranks with the same": (0.10, lambda c: len(set(row_counts(groups_of_ranks(c)))) == 1),
 }
 
 LONG: Features = {
