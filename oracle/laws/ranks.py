@@ -22,12 +22,16 @@ Shares = list[tuple[Group, ...]]
 def groups_of_ranks(case: Case) -> Shares:
     """Each rank's groups: of any size and number; for some seeds alike on all ranks, since many trainers gather
     nothing else."""
-    ranks = min(WORLDS[case.seed % len(WORLDS)], len(case.groups))
+    ranks = _ranks(case)
     if case.seed // 9 != 2:  # neither seed % 3, which chooses the world, nor what chooses use_batch
         return spread(case, ranks)
     least, each = min(len(group.negatives) for group in case.groups), len(case.groups) // ranks
     alike = [replace(group, negatives=group.negatives[:least]) for group in case.groups]
     return [tuple(alike[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def _ranks(case: Case) -> int:
+    return min(WORLDS[case.seed % len(WORLDS)], len(case.groups))
 
 
 def _judge(implementation: Any, shares: Shares, case: Case, expected_loss: Any, mean_of_ranks: bool) -> None:
@@ -78,7 +82,7 @@ def loss_and_gradient_equal_one_process(implementation: Any, case: Case) -> None
 def mean_of_ranks_is_what_it_says(implementation: Any, case: Case) -> None:
     """Without use_batch, mean_of_ranks weighs each rank's mean the same, whatever number of groups it has."""
     options = case.options.__class__(temperature=case.options.temperature, use_batch=False)
-    shares = groups_of_ranks(case)
+    shares = spread(case, _ranks(case))  # with groups alike it would be the mean over all of them
 
     def expected(leaf: Tensor) -> Tensor:
         pieces = leaf.split(row_counts(shares))
