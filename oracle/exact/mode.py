@@ -299,7 +299,7 @@ def _in_place(rule: Rule) -> Handler:
     def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name == "aten::add_" and torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)  # a leaf's gradient grows; it lies on a finer grid by the loss scale
-        shifted = None if args[0].requires_grad else _shifted(func, args)  # a loss is not finer than the grid
+        shifted = _shifted(exact, func, args)
         result = compute(exact, func, args, kwargs) if shifted is None else shifted
         return _write(exact, args[0], result)
 
@@ -311,17 +311,18 @@ def _out_of_place(rule: Rule) -> Handler:
 
     def handle(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.pop("out")
-        shifted = _shifted(func, args)
+        shifted = _shifted(exact, func, args)
         result = compute(exact, func, args, kwargs) if shifted is None else shifted
         return _write(exact, target.resize_(result.shape), result)
 
     return handle
 
 
-def _shifted(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """x times or over a power of two, written somewhere: exact, so it is not put on the grid again.
+def _shifted(exact: Arithmetic, func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """A gradient times or over a power of two, written somewhere: exact, so it is not put on the grid again.
 
-    So a data-parallel trainer divides gradients, which lie on a finer grid, by two or four ranks.
+    So a data-parallel trainer divides gradients, which lie on a finer grid, by two or four ranks: in a backward pass,
+    or after it. Whatever lies on the grid stays on it, as where the result is a new tensor.
     """
     name = func._schema.name.rstrip("_")
     if name not in ("aten::mul", "aten::div") or len(args) != 2:
@@ -330,6 +331,9 @@ def _shifted(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     if not isinstance(factor, (int, float)) or not math.isfinite(factor) or abs(math.frexp(factor)[0]) != 0.5:
         return None
     x = double(args[0])
+    of_a_gradient = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()  # enabled: run again
+    if not of_a_gradient and bool(((exact.level(x) == x) | x.isnan()).all()):
+        return None
     return x * factor if name == "aten::mul" else x / factor
 
 

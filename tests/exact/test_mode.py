@@ -600,3 +600,46 @@ def test_a_loss_divided_in_place_has_the_bits_of_one_divided() -> None:
         found.backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0.5, 0.5]
+
+
+def halved(x: Tensor) -> Tensor:
+    """Half of what it is given, in place; so some models scale their states."""
+    y = x + 0
+    y /= 2
+    return y
+
+
+def test_a_state_halved_in_place_has_the_same_bits_without_gradients_and_run_again() -> None:
+    x = torch.tensor([3 * 2.0**-36, torch.nan], dtype=torch.float64, requires_grad=True)
+    seen: list[float] = []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append(halved(x)[0].item())
+        return halved(x).square()  # which wants its operand again
+
+    with exact():
+        expected = ((x + 0) / 2)[0].item()
+        with torch.no_grad():
+            assert halved(x)[0].item() == expected
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert seen == [expected, expected]
+
+
+def halve_gradient(leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    leaf.grad /= 2
+
+
+def test_a_gradient_halved_in_place_loses_no_bit_in_a_backward_pass_or_after_it() -> None:
+    x = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    fine, coarse = 3 * 2.0**-40, 3 * 2.0**-36
+    with exact():
+        (x * torch.tensor([1.0, fine * 2**4], dtype=torch.float64)).sum().mul(2.0**-4).backward()
+        assert x.grad is not None
+        x.grad /= 2
+        assert x.grad[1].item() == fine / 2
+        y = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        y.register_post_accumulate_grad_hook(halve_gradient)
+        (y * coarse).sum().backward()
+    assert y.grad is not None
+    assert y.grad.item() == coarse / 2
