@@ -23,8 +23,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ("W1 forward", "W1 backward", "W3 forward", "W3 backward", "loss backward")
-
-
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**28)}
 
 

@@ -43,11 +43,12 @@ def judge(
 ) -> tuple[dict[str, Report], list[str]]:
     """Tries every law on every adapter and prints what breaks; the reports, and what was not expected."""
     reports, surprises = {}, []
+    times = peers().get(peer, {}).get("times", {})
     for adapter in adapters:
         name, _, model = adapter.partition(" ")
         specification = f"tests.peers.{name}"
-        times = peers().get(peer, {}).get("times", {}).get(adapter, 1)
-        found = check(load(specification), model or "qwen3", examples * times, seed, stop_at_first=False)
+        cases = examples * times.get(adapter, 1)
+        found = check(load(specification), model or "qwen3", cases, seed, stop_at_first=False)
         console.print(f"\n{peer}, {adapter}: {found.verdict}", highlight=False, markup=False, soft_wrap=True)
         for result in found.results:
             if result.finding:

@@ -103,7 +103,9 @@ def save(expectations: Expectations, path: Path = STORED) -> None:
 
 
 def surprises(expected: dict[str, Entry], report: Report) -> Iterator[str]:
-    """Laws that break and are not listed, and the other way round."""
+    """Laws that break and are not listed, and the other way round; a run that judged nothing."""
+    if not report.count(Status.HOLDS) + report.count(Status.BROKEN):
+        yield "every case was declined"
     found = {each.law: each.finding for each in report.results if each.finding}
     for law, finding in found.items():
         if law not in expected:

@@ -64,6 +64,11 @@ def test_a_listed_law_that_holds_is_a_surprise(report: Report) -> None:
     assert told == [f"{law} is expected to break (cause), and: {Status.HOLDS}"]
 
 
+def test_a_run_that_declines_every_case_is_a_surprise(report: Report) -> None:
+    declined = [replace(each, status=Status.DECLINED, finding=None) for each in report.results]
+    assert list(expectations.surprises({}, replace(report, results=declined))) == ["every case was declined"]
+
+
 def test_the_readme_has_the_track_record() -> None:
     text = expectations.README.read_text(encoding="utf-8")
     part = text[text.index(expectations.BEGIN) + len(expectations.BEGIN) : text.index(expectations.END)]
